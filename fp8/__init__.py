@@ -1,0 +1,1 @@
+"""Number formats: what a value becomes when it is stored narrow, and what a narrow matrix product yields."""

@@ -1,0 +1,1 @@
+"""What happens between ranks: buffers, messages, placement, schedules, time, the serving system."""

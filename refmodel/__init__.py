@@ -1,0 +1,1 @@
+"""The model: what one rank computes. Pure functions on NumPy arrays; state is passed in."""

@@ -1,0 +1,1 @@
+"""The commands a person runs, one file per command."""
