@@ -11,8 +11,8 @@ LINKS = ("local", "nvlink", "rdma")
 class Topology:
     """`num_ranks` ranks on nodes of `ranks_per_node`; ranks of a node are contiguous.
 
-    Raises ValueError when `num_ranks` is not a positive multiple of `ranks_per_node`
-    (one node that holds fewer ranks than it could is written as `ranks_per_node=num_ranks`).
+    Fewer ranks than a node holds are one node, partly filled.
+    Raises ValueError when more ranks than one node holds do not fill whole nodes.
     """
 
     num_ranks: int
@@ -23,7 +23,7 @@ class Topology:
             raise ValueError(f"num_ranks = {self.num_ranks}: there must be at least one rank")
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node = {self.ranks_per_node}: a node holds at least one rank")
-        if self.num_ranks % self.ranks_per_node:
+        if self.num_ranks > self.ranks_per_node and self.num_ranks % self.ranks_per_node:
             raise ValueError(
                 f"num_ranks = {self.num_ranks} is not a multiple of ranks_per_node = {self.ranks_per_node}: "
                 "every node holds the same number of ranks"
@@ -31,7 +31,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        return self.num_ranks // self.ranks_per_node
+        return -(-self.num_ranks // self.ranks_per_node)
 
     def node(self, rank):
         """Node of a rank (or of an array of ranks)."""
