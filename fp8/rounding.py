@@ -1,0 +1,52 @@
+"""One rounding from a wide float to a narrow one.
+
+`astype` takes float64 to bfloat16 or E4M3 through float32 and so rounds twice: 1 + 2^-8 + 2^-40 becomes 1.0, though it
+lies above the midpoint of 1.0 and 1.0078125. Here float32 stands between only as a carrier that remembers on which side
+of a midpoint the value was.
+"""
+
+import ml_dtypes
+import numpy as np
+
+_CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
+
+
+def float32_carrier(x: np.ndarray) -> np.ndarray:
+    """float32 array from which a later rounding to at most 14 significant bits equals one rounding of `x`.
+
+    A second rounding goes wrong only if the first one lands exactly on a midpoint or on a value of the narrow format.
+    Both have 16 low bits of 0x8000 or 0x0000 in float32, subnormals included; where such a carrier is not exact, it is
+    moved one ulp back towards the value. `x` is float64; NaN and infinity stay.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        carrier = x.astype(np.float32)
+    bits = carrier.view(np.uint32).reshape(-1)
+    suspect = (bits & np.uint32(0x7FFF)) == 0
+    where = np.flatnonzero(suspect)
+    if where.size * 8 > bits.size:  # values that were narrow before: gathering them costs more than taking all
+        where = slice(None)
+    wide = np.abs(x.reshape(-1)[where])
+    narrow = np.abs(carrier.reshape(-1)[where]).astype(np.float64)
+    bits[where] += (wide > narrow) & suspect[where]
+    bits[where] -= (wide < narrow) & suspect[where]
+    return carrier
+
+
+def to_bfloat16(x) -> np.ndarray:
+    """`x` (float64, float32 or bfloat16, any shape) as a bfloat16 array: one round-to-nearest-even.
+
+    Values beyond the largest bfloat16 become infinity as IEEE 754 demands; NaN keeps its sign and becomes quiet.
+    Raises ValueError for other dtypes.
+    """
+    x = np.asarray(x)
+    if x.dtype == ml_dtypes.bfloat16:
+        return x
+    if x.dtype not in (np.float32, np.float64):
+        raise ValueError(f"to_bfloat16 takes float64, float32 or bfloat16, not {x.dtype}")
+    if x.dtype == np.float32:
+        return x.astype(ml_dtypes.bfloat16)
+    flat = np.ascontiguousarray(x).reshape(-1)
+    out = np.empty(flat.size, ml_dtypes.bfloat16)
+    for start in range(0, flat.size, _CHUNK):
+        out[start : start + _CHUNK] = float32_carrier(flat[start : start + _CHUNK])
+    return out.reshape(x.shape)
