@@ -1,0 +1,50 @@
+"""The names under which an engine's tensors are stored: the same that this project's own `record()` uses.
+
+An adapter knows its engine's modules; this file alone knows our names. It runs inside the engine's own environment and
+imports nothing of this project.
+"""
+
+EMBED = "embed.hidden"
+FINAL_NORM = "final.norm"
+LOGITS = "final.logits"
+MTP_NORM = "mtp.norm"
+MTP_LOGITS = "mtp.logits"
+
+# What one layer computes, in execution order: short name of the point -> its name under `layers.L.`
+LAYER_POINTS = {
+    "attn_norm": "attn_proj.norm",  # [T, D]
+    "q_a": "attn_proj.q_a",  # [T, Q]
+    "q_a_norm": "attn_proj.q_a_norm",  # [T, Q]
+    "q": "attn_proj.q",  # [T, H, N+P], rotated, rope part interleaved
+    "kv_a": "attn_proj.kv_a",  # [T, C+P]
+    "kv_latent": "attn_proj.kv_latent",  # [T, C]
+    "k_pe": "attn_proj.k_pe",  # [T, P], rotated, interleaved
+    "attention": "attn_core.attention",  # [T, H, V]
+    "o": "attn_core.o",  # [T, D]
+    "attn_residual": "attn_core.hidden",  # [T, D]
+    "ffn_norm": "attn_core.norm",  # [T, D]
+    "router_logits": "attn_core.router.logits",  # [T, E]
+    "topk_idx": "attn_core.router.topk_idx",  # [T, K]
+    "topk_weights": "attn_core.router.topk_weights",  # [T, K]
+    "routed": "combine_recv.routed",  # [T, D]
+    "shared": "shared.output",  # [T, D]
+    "moe": "merge.output",  # [T, D], routed + shared
+    "mlp": "mlp.output",  # [T, D], a dense layer
+    "hidden": "merge.hidden",  # [T, D], the layer's output
+    "dense_hidden": "mlp.hidden",  # [T, D], the same of a dense layer
+}
+
+
+def layer_name(layer: int, point: str) -> str:
+    """Full name of one point of one layer: layer_name(3, "q_a") is `layers.3.attn_proj.q_a`."""
+    return f"layers.{layer}.{LAYER_POINTS[point]}"
+
+
+def interleave(order_of_halves: list) -> list:
+    """Index list that turns a rope vector stored as [all first | all second] into interleaved pairs.
+
+    `x[..., interleave(range(P))]` is (x0, x_{P/2}, x1, x_{P/2+1}, ...).
+    """
+    values = list(order_of_halves)
+    half = len(values) // 2
+    return [value for pair in zip(values[:half], values[half:], strict=True) for value in pair]
