@@ -1,6 +1,6 @@
 """The MTP layer of Hugging Face transformers: its weights copied by hand, its tensors captured like any layer's.
 
-transformers reads MTP weights only at the released model's layer index, so the checkpoint's own tensors are copied here.
+transformers reads MTP weights only at the released model's layer index; here any checkpoint's own tensors are copied.
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from hf_adapter import Recorder, attach
-from names import MTP_LOGITS, MTP_NORM, layer_name
+from names import mtp_name
 from safetensors.torch import load_file
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -62,8 +62,8 @@ def capture_mtp(model, mtp, tokens: list[int]) -> dict[str, torch.Tensor]:
     handles = attach(layer.mtp_block, index, mtp.config, recorder)
     cache = MtpCache(config=model.config.get_mtp_config())
     embeds = mtp.embed_tokens(ids[:, 1:])
-    for name, tensor in (("mtp_embed.enorm", layer.enorm(embeds)), ("mtp_embed.hnorm", layer.hnorm(hidden))):
-        recorder.keep(f"layers.{index}.{name}", tensor)
+    for point in ("enorm", "hnorm", "eh_proj"):
+        handles.append(getattr(layer, point).register_forward_hook(recorder.output(mtp_name(index, point))))
     try:
         output = layer(
             inputs_embeds=embeds,
@@ -76,7 +76,6 @@ def capture_mtp(model, mtp, tokens: list[int]) -> dict[str, torch.Tensor]:
     finally:
         for handle in handles:
             handle.remove()
-    recorder.keep(MTP_NORM, output)
-    recorder.keep(MTP_LOGITS, mtp._project_to_logits(output))
-    assert layer_name(index, "hidden") in recorder.tensors
+    recorder.keep(mtp_name(index, "norm"), output)
+    recorder.keep(mtp_name(index, "logits"), mtp._project_to_logits(output))
     return recorder.tensors

@@ -7,8 +7,6 @@ imports nothing of this project.
 EMBED = "embed.hidden"
 FINAL_NORM = "final.norm"
 LOGITS = "final.logits"
-MTP_NORM = "mtp.norm"
-MTP_LOGITS = "mtp.logits"
 
 # What one layer computes, in execution order: short name of the point -> its name under `layers.L.`
 LAYER_POINTS = {
@@ -19,25 +17,31 @@ LAYER_POINTS = {
     "kv_a": "attn_proj.kv_a",  # [T, C+P]
     "kv_latent": "attn_proj.kv_latent",  # [T, C]
     "k_pe": "attn_proj.k_pe",  # [T, P], rotated, interleaved
-    "attention": "attn_core.attention",  # [T, H, V]
-    "o": "attn_core.o",  # [T, D]
-    "attn_residual": "attn_core.hidden",  # [T, D]
+    "attention": "attn_core.heads",  # [T, H, V]
+    "o": "attn_core.out",  # [T, D]
+    "attn_residual": "attn_core.residual",  # [T, D]
     "ffn_norm": "attn_core.norm",  # [T, D]
     "router_logits": "attn_core.router.logits",  # [T, E]
     "topk_idx": "attn_core.router.topk_idx",  # [T, K]
     "topk_weights": "attn_core.router.topk_weights",  # [T, K]
     "routed": "combine_recv.routed",  # [T, D]
-    "shared": "shared.output",  # [T, D]
-    "moe": "merge.output",  # [T, D], routed + shared
-    "mlp": "mlp.output",  # [T, D], a dense layer
-    "hidden": "merge.hidden",  # [T, D], the layer's output
-    "dense_hidden": "mlp.hidden",  # [T, D], the same of a dense layer
+    "shared": "shared.out",  # [T, D]
+    "moe": "merge.moe",  # [T, D], routed + shared
+    "mlp": "mlp.out",  # [T, D], a dense layer
+    "hidden": "merge.residual",  # [T, D], the layer's output
+    "dense_hidden": "mlp.residual",  # [T, D], the same of a dense layer
 }
 
 
 def layer_name(layer: int, point: str) -> str:
     """Full name of one point of one layer: layer_name(3, "q_a") is `layers.3.attn_proj.q_a`."""
     return f"layers.{layer}.{LAYER_POINTS[point]}"
+
+
+def mtp_name(layer: int, point: str) -> str:
+    """Name of what stands around an MTP layer: `enorm`, `hnorm`, `eh_proj`; its own `norm` and `logits`."""
+    stage = "final" if point in ("norm", "logits") else "mtp_embed"
+    return f"layers.{layer}.{stage}.{'hidden' if point == 'eh_proj' else point}"
 
 
 def interleave(order_of_halves: list) -> list:

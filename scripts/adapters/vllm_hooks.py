@@ -4,8 +4,10 @@ Every worker keeps what its own rank computed and writes `rank.R.safetensors`; h
 whole (heads side by side, partial sums) is said by `JOINS`.
 """
 
+from typing import NamedTuple
+
 import torch
-from names import EMBED, FINAL_NORM, LAYER_POINTS, LOGITS, MTP_LOGITS, MTP_NORM, layer_name
+from names import EMBED, FINAL_NORM, LAYER_POINTS, LOGITS, layer_name, mtp_name
 from safetensors.torch import save_file
 
 # Points whose ranks hold parts under tensor or expert parallelism; every other point is the same on every rank.
@@ -22,14 +24,17 @@ class Recorder:
         if tensor.shape[0] >= self.rows and name not in self.tensors:  # later calls are single decode steps
             self.tensors[name] = tensor[: rows or self.rows].detach().to("cpu", copy=True).contiguous()
 
-    def on_output(self, module, name, pick=lambda output: output):
-        hook = lambda module, args, output: self.keep(name, pick(output))
-        self.undo.append(module.register_forward_hook(hook).remove)
-
     def on_call(self, module, see):
-        """`see(args, kwargs, output)` on every call."""
-        hook = lambda module, args, kwargs, output: see(args, kwargs, output)
+        """`see(args, kwargs, output)` on every call of a module."""
+
+        def hook(module, args, kwargs, output):
+            see(args, kwargs, output)
+
         self.undo.append(module.register_forward_hook(hook, with_kwargs=True).remove)
+
+    def on_output(self, module, name, pick=lambda output: output, rows=None):
+        """Keep a module's output, or the part of it that `pick` takes."""
+        self.on_call(module, lambda args, kwargs, output: self.keep(name, pick(output), rows))
 
     def on_method(self, owner, method: str, see):
         """Wrap a method of one object: `see(args, kwargs, output)` on every call."""
@@ -51,7 +56,7 @@ def start(worker, rows: int) -> None:
     model = causal_lm.model
     recorder.on_output(model.embed_tokens, EMBED)
     for index, layer in enumerate(model.layers):
-        _hook_layer(recorder, layer, index)
+        _Layer(recorder, index).hook(layer)
     recorder.on_output(model.norm, FINAL_NORM, lambda output: output[0])
     drafter = getattr(worker.model_runner, "drafter", None)
     if drafter is not None:
@@ -59,63 +64,76 @@ def start(worker, rows: int) -> None:
         recorder.on_method(drafter, "propose", lambda args, kwargs, output: recorder.drafts.append(output.tolist()))
 
 
-def _hook_layer(recorder, layer, index, rows=None):
-    attn, mlp = layer.self_attn, layer.mlp
-    keep = lambda point, tensor: recorder.keep(layer_name(index, point), tensor, rows)
-    on = lambda module, point, pick=_first: recorder.on_call(module, lambda a, k, output: keep(point, pick(output)))
-    on(layer.input_layernorm, "attn_norm")
-    if attn.q_lora_rank is None:
-        on(attn.kv_a_proj_with_mqa, "kv_a")
-    else:
-        on(attn.fused_qkv_a_proj, "q_a", lambda output: output[0][..., : attn.q_lora_rank])
-        on(attn.fused_qkv_a_proj, "kv_a", lambda output: output[0][..., attn.q_lora_rank :])
-        on(attn.q_a_layernorm, "q_a_norm")
+class _Layer(NamedTuple):
+    """One decoder layer to be hooked, under one index, of which the first `rows` rows are kept (None: the prompt's)."""
 
-    def core(args, kwargs, output):
-        q, kv_latent, k_pe = args[:3]
-        keep("q", q)
-        keep("kv_latent", kv_latent)
-        keep("k_pe", k_pe.reshape(k_pe.shape[0], -1))
-        keep("attention", output.reshape(output.shape[0], -1, attn.v_head_dim))
+    recorder: Recorder
+    index: int
+    rows: int | None = None
 
-    recorder.on_call(attn.mla_attn.mla_attn, core)
-    on(attn.o_proj, "o")
-    on(layer.post_attention_layernorm, "attn_residual", lambda output: output[1])
-    on(layer.post_attention_layernorm, "ffn_norm")
-    if hasattr(mlp, "experts"):
-        _hook_moe(recorder, mlp, keep, on)
-    else:
-        on(mlp, "mlp")
-    point = "hidden" if hasattr(mlp, "experts") else "dense_hidden"
-    on(layer, point, lambda output: output[0] + output[1])
+    def keep(self, point, tensor):
+        self.recorder.keep(layer_name(self.index, point), tensor, self.rows)
 
+    def on(self, module, point, pick=lambda output: _first(output)):
+        self.recorder.on_output(module, layer_name(self.index, point), pick, self.rows)
 
-def _hook_moe(recorder, mlp, keep, on):
-    runner = mlp.experts
-    factor = runner.routed_scaling_factor  # on vLLM's MoE output; here it is brought to where our router has it
+    def hook(self, layer):
+        """Hook every captured point of the layer."""
+        self._hook_attention(layer.self_attn)
+        self.on(layer.input_layernorm, "attn_norm")
+        self.on(layer.post_attention_layernorm, "attn_residual", lambda output: output[1])
+        self.on(layer.post_attention_layernorm, "ffn_norm")
+        is_moe = hasattr(layer.mlp, "experts")
+        if is_moe:
+            self._hook_moe(layer.mlp)
+        else:
+            self.on(layer.mlp, "mlp")
+        self.on(layer, "hidden" if is_moe else "dense_hidden", lambda output: output[0] + output[1])
 
-    def routing(args, kwargs, output):
-        weights, ids = output
-        keep("topk_idx", ids.to(torch.int64))
-        keep("topk_weights", weights * factor)
+    def _hook_attention(self, attn):
+        if attn.q_lora_rank is None:
+            self.on(attn.kv_a_proj_with_mqa, "kv_a")
+        else:
+            self.on(attn.fused_qkv_a_proj, "q_a", lambda output: output[0][..., : attn.q_lora_rank])
+            self.on(attn.fused_qkv_a_proj, "kv_a", lambda output: output[0][..., attn.q_lora_rank :])
+            self.on(attn.q_a_layernorm, "q_a_norm")
 
-    on(mlp.gate, "router_logits")
-    on(mlp, "moe")
-    if mlp.shared_experts is not None:
-        on(mlp.shared_experts, "shared")
-    if not runner.is_monolithic:  # a monolithic kernel routes inside itself
-        recorder.on_method(runner.router, "select_experts", routing)
-        recorder.on_method(runner.routed_experts, "forward_modular", lambda a, k, out: keep("routed", out * factor))
+        def core(args, kwargs, output):
+            q, kv_latent, k_pe = args[:3]
+            self.keep("q", q)
+            self.keep("kv_latent", kv_latent)
+            self.keep("k_pe", k_pe.reshape(k_pe.shape[0], -1))
+            self.keep("attention", output.reshape(output.shape[0], -1, attn.v_head_dim))
+
+        self.recorder.on_call(attn.mla_attn.mla_attn, core)
+        self.on(attn.o_proj, "o")
+
+    def _hook_moe(self, mlp):
+        runner = mlp.experts
+        factor = runner.routed_scaling_factor  # vLLM multiplies its MoE output by it; our router's weights hold it
+
+        def routing(args, kwargs, output):
+            weights, ids = output
+            self.keep("topk_idx", ids.to(torch.int64))
+            self.keep("topk_weights", weights * factor)
+
+        self.on(mlp.gate, "router_logits")
+        self.on(mlp, "moe")
+        if mlp.shared_experts is not None:
+            self.on(mlp.shared_experts, "shared")
+        if not runner.is_monolithic:  # a monolithic kernel routes inside itself
+            self.recorder.on_method(runner.router, "select_experts", routing)
+            experts = runner.routed_experts
+            self.recorder.on_method(experts, "forward_modular", lambda a, k, out: self.keep("routed", out * factor))
 
 
 def _hook_mtp(recorder, draft_model):
     rows = recorder.rows - 1  # the last slot holds the sampled token, which the prompt does not
     for index, layer in draft_model.model.layers.items():
-        for norm in ("enorm", "hnorm"):
-            name = f"layers.{index}.mtp_embed.{norm}"
-            recorder.on_call(getattr(layer, norm), lambda a, k, out, name=name: recorder.keep(name, out, rows))
-        _hook_layer(recorder, layer.mtp_block, int(index), rows)
-        recorder.on_call(layer.shared_head, lambda a, k, out: recorder.keep(MTP_NORM, out, rows))
+        for point in ("enorm", "hnorm", "eh_proj"):
+            recorder.on_output(getattr(layer, point), mtp_name(index, point), rows=rows)
+        _Layer(recorder, int(index), rows).hook(layer.mtp_block)
+        recorder.on_output(layer.shared_head, mtp_name(index, "norm"), rows=rows)
 
 
 def _first(output):
@@ -130,11 +148,11 @@ def finish(worker, folder: str) -> dict:
     drafter = getattr(worker.model_runner, "drafter", None)
     if FINAL_NORM in recorder.tensors:
         recorder.tensors[LOGITS] = _logits(worker.get_model(), recorder.tensors[FINAL_NORM])
-    if MTP_NORM in recorder.tensors:
-        model = drafter.model.model
-        head = next(iter(model.layers.values())).shared_head.head
-        logits = model.logits_processor(head, recorder.tensors[MTP_NORM].to(head.weight.device))
-        recorder.tensors[MTP_LOGITS] = logits.cpu().contiguous()
+    for index, layer in drafter.model.model.layers.items() if drafter is not None else ():
+        norm, head = recorder.tensors.get(mtp_name(index, "norm")), layer.shared_head.head
+        if norm is not None:
+            logits = drafter.model.model.logits_processor(head, norm.to(head.weight.device))
+            recorder.tensors[mtp_name(index, "logits")] = logits.float().cpu().contiguous()
     if folder:
         save_file(recorder.tensors, f"{folder}/rank.{worker.rank}.safetensors")
     return {"rank": worker.rank, "drafts": recorder.drafts}
