@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fp8 import BlockScaled
+from refmodel import assumptions
 from refmodel import checkpoint_checks as checks
 from refmodel.config import ModelConfig
 from refmodel.config_json import load_config_json, read_config
@@ -23,15 +24,16 @@ class Checkpoint:
     """The tensors of one model, under canonical Hugging Face names, read only when asked for.
 
     `config` is what the config says with what the tensors add; its `num_nextn_predict_layers` counts the MTP layers
-    that are really there. `notices` lists what was assumed or ignored, and why.
-    `dtype_of_weights` is 'fp8', 'bfloat16', 'float32' or 'float64'; `block_size` is (out, in) elements per scale.
+    that are really there. `dtype_of_weights` is 'fp8', 'bfloat16', 'float32' or 'float64'; `block_size` is (out, in)
+    elements per scale.
     """
 
     def __init__(self, path: Path, config: ModelConfig, tensors: dict[str, Stored], notices: list[str]):
         self.path = path
-        self.notices = notices
-        self.config = checks.settle_mtp(config, tensors, notices)
-        self._aliases = checks.shared_with_main(self.config, tensors, notices)
+        self._notices = notices
+        self._scales_read = self._scales_uneven = 0
+        self.config = assumptions.settle_mtp(config, tensors, notices)
+        self._aliases = assumptions.shared_with_main(self.config, tensors, notices)
         self._needed = _needed_and_there(self.config, tensors, self._aliases)
         checks.check_unused(self.config, tensors, self._needed, self._aliases, notices)
         self.dtype_of_weights = checks.describe_dtypes(self.config, tensors, self._needed, notices)
@@ -48,11 +50,22 @@ class Checkpoint:
         notices: list[str] = []
         tensors = read_shards(path, notices)
         raw = load_config_json(path)[0]
-        config = _with_modelopt(path, read_config(path, checks.infer(raw, tensors)))
+        config = _with_modelopt(path, read_config(path, assumptions.infer(raw, tensors)))
         try:
             return cls(path, config, tensors, [*config.assumed, *notices])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    @property
+    def notices(self) -> list[str]:
+        """What was assumed, ignored or found odd, and why; grows where scales, once read, are not as declared."""
+        if not self._scales_uneven:
+            return list(self._notices)
+        return [
+            *self._notices,
+            f"scale_fmt is 'ue8m0', but {self._scales_uneven} of {self._scales_read} scales read so far are not powers "
+            "of two: used as they are",
+        ]
 
     @property
     def has_mtp(self) -> bool:
@@ -87,7 +100,15 @@ class Checkpoint:
         scale = self._tensors[scale_name(self._aliases.get(name, name))].read().astype(np.float32)
         if not (np.isfinite(scale) & (scale >= 0)).all():
             raise ValueError(f"{self.path}: {scale_name(name)} holds a value that is not a finite number >= 0")
+        self._count_uneven(scale)
         return BlockScaled(stored.read(), scale, self.block_size)
+
+    def _count_uneven(self, scale: np.ndarray) -> None:
+        """Where powers of two are declared, count the scales that are none (deepseek-ai/DeepSeek-V3#961)."""
+        declared = self.config.quantization_config
+        if declared is not None and declared.scale_fmt == "ue8m0":
+            self._scales_read += scale.size
+            self._scales_uneven += int(np.count_nonzero(np.frexp(scale)[0] != 0.5))
 
     def _find(self, name: str) -> Stored:
         name = self._aliases.get(name, name)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from refmodel.config import ModelConfig, RopeScaling
 from refmodel.quantization_json import read_quantization
+from refmodel.vendor_config import from_vendor
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")
 REQUIRED += ("num_attention_heads", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank")
@@ -24,6 +25,16 @@ ALIASES = {
 }
 ROPE_KEYS = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 ROPE_OTHER = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
+# what would change the result and is not computed, with the values that change nothing
+NOT_COMPUTED = {
+    "sliding_window": (None,),
+    "attn_logit_softcapping": (None, 0),
+    "final_logit_softcapping": (None, 0),
+    "swiglu_limit": (None,),
+    "mlp_bias": (None, False),
+    "use_qk_norm": (None, False),
+    "hc_mult": (None, 1),
+}
 SIGMOID_FAMILIES = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa")
 
 
@@ -65,7 +76,12 @@ def load_config_json(source) -> tuple[dict, str]:
 
 
 def _from_dict(raw: dict, inferred: dict[str, Inferred]) -> ModelConfig:
-    raw, assumed = _flatten(raw)
+    nested = isinstance(raw.get("text_config"), dict)
+    raw = from_vendor(flatten(raw))
+    for name, neutral in NOT_COMPUTED.items():
+        if raw.get(name) not in neutral:
+            raise ValueError(f"{name} = {raw[name]!r}: not part of the family, not computed")
+    assumed = ["the language model is read from text_config: other parts of the model are ignored"] if nested else []
     values = {name: _take(raw, name) for name in PLAIN}
     values = {name: value for name, value in values.items() if value is not None}
     values["torch_dtype"] = _torch_dtype(raw, assumed)
@@ -74,6 +90,7 @@ def _from_dict(raw: dict, inferred: dict[str, Inferred]) -> ModelConfig:
     values.update(rope)
     if "q_lora_rank" in raw:  # null, and 0 in the vendor's own spelling, mean: none
         values["q_lora_rank"] = values.get("q_lora_rank") or None
+    _layer_types(raw, values)
     missing = [name for name in REQUIRED if name not in values]
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}: these are needed to know the model's shape")
@@ -85,15 +102,13 @@ def _from_dict(raw: dict, inferred: dict[str, Inferred]) -> ModelConfig:
     return ModelConfig(**values, assumed=tuple(assumed))
 
 
-def _flatten(raw: dict) -> tuple[dict, list[str]]:
-    """A config nested under `text_config` (Kimi-K2.5) is read from there."""
+def flatten(raw: Mapping) -> dict:
+    """The part of a config that describes the language model: Kimi-K2.5 nests it under `text_config`."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
-        return raw, []
-    flat = dict(text)
-    if "quantization_config" not in flat and "quantization_config" in raw:
-        flat["quantization_config"] = raw["quantization_config"]
-    return flat, ["the language model is read from text_config; other parts of the model are ignored"]
+        return dict(raw)
+    outer = raw.get("quantization_config")
+    return text if outer is None or text.get("quantization_config") else {**text, "quantization_config": outer}
 
 
 def _take(raw: dict, name: str):
@@ -109,6 +124,19 @@ def _take(raw: dict, name: str):
     if name in INTEGERS and type(value) is float and value.is_integer():
         return int(value)
     return value
+
+
+def _layer_types(raw: dict, values: dict) -> None:
+    """`mlp_layer_types` (transformers 5) lists "dense" and "sparse"; here it is a number of dense layers in front."""
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return
+    dense = kinds.count("dense") if isinstance(kinds, list) else -1
+    if kinds != ["dense"] * dense + ["sparse"] * (values.get("num_hidden_layers", 0) - dense):
+        raise ValueError(f"mlp_layer_types = {str(kinds)[:80]}: must be dense layers, then sparse, one for each layer")
+    if values.setdefault("first_k_dense_replace", dense) != dense:
+        told = values["first_k_dense_replace"]
+        raise ValueError(f"first_k_dense_replace = {told!r} contradicts {dense} dense layers in mlp_layer_types")
 
 
 def _torch_dtype(raw: dict, assumed: list[str]) -> str:

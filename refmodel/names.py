@@ -73,6 +73,7 @@ def scale_name(weight: str) -> str:
 def layer_of(name: str) -> int | None:
     """The layer index in a canonical name; None outside the layers."""
     parts = name.split(".", 3)
-    if len(parts) == 4 and parts[0] == "model" and parts[1] == "layers" and parts[2].isdecimal():
-        return int(parts[2])
-    return None
+    if len(parts) < 4 or parts[0] != "model" or parts[1] != "layers":
+        return None
+    number = parts[2]
+    return int(number) if len(number) <= 6 and number.isascii() and number.isdigit() else None

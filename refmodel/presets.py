@@ -97,7 +97,7 @@ _MOONLIGHT = replace(
     rope_scaling=None,
     max_position_embeddings=8192,
     bos_token_id=163584,
-    eos_token_id=163585,
+    eos_token_id=163586,
 )
 
 _GLM_FLASH = replace(

@@ -7,11 +7,13 @@ from refmodel.config import ModelConfig
 
 
 class Needed(NamedTuple):
-    """One tensor: `shape`, the config fields behind each size, and whether it is a weight that may be FP8."""
+    """One tensor: `shape`, the config fields behind each size, whether it is a weight that may be FP8, and
+    whether the family's FP8 checkpoints store it so."""
 
     shape: tuple[int, ...]
     formula: tuple[str, ...]
     matrix: bool
+    quantized: bool
 
 
 _D, _V, _I, _M = "hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size"
@@ -104,15 +106,19 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Needed]:
     return _resolve(table, sizes(config))
 
 
-def _resolve(table: dict[str, tuple[str, ...]], size: dict[str, int]) -> dict[str, Needed]:
-    return {
-        name: Needed(tuple(size[part] for part in formula), formula, len(formula) == 2 and name not in _NEVER_FP8)
-        for name, formula in table.items()
-    }
-
-
 # these stay in bfloat16 in every FP8 checkpoint of the family (DeepSeek-V3 README_WEIGHTS.md)
-_NEVER_FP8 = {*_ROUTER, *_MTP, *_MTP_SHARED, *_ENDS, *_HEAD}
+_NOT_QUANTIZED = {*_ROUTER, *_MTP, *_MTP_SHARED, *_ENDS, *_HEAD}
+_TABLES = {"model.embed_tokens.weight", "embed_tokens.weight"}  # looked up, not multiplied with
+
+
+def _resolve(table: dict[str, tuple[str, ...]], size: dict[str, int]) -> dict[str, Needed]:
+    result = {}
+    for name, formula in table.items():
+        matrix = len(formula) == 2 and name not in _TABLES
+        result[name] = Needed(
+            tuple(size[part] for part in formula), formula, matrix, matrix and name not in _NOT_QUANTIZED
+        )
+    return result
 
 
 def needed_tensors(config: ModelConfig) -> Iterator[tuple[str, Needed]]:

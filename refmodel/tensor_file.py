@@ -15,7 +15,7 @@ from refmodel.tensor_header import DTYPES, METADATA_KEY, NAMES, read_header, sho
 class TensorFile:
     """One `.safetensors` file, memory mapped: `file[name]` touches only that tensor's bytes.
 
-    `file[name]` is a read-only view of the file; it may be unaligned, and it keeps the mapping alive.
+    `file[name]` is a read-only view of the file, which it keeps mapped; a copy where the file leaves it unaligned.
     Raises ValueError, naming file, tensor and rule, if the header is not valid.
     """
 
@@ -54,7 +54,8 @@ class TensorFile:
             return np.zeros(entry.shape, dtype)
         start = self._header.data_start + entry.begin
         count = (entry.end - entry.begin) // dtype.itemsize
-        return np.frombuffer(self._data(), dtype, count, start).reshape(entry.shape)
+        array = np.frombuffer(self._data(), dtype, count, start).reshape(entry.shape)
+        return array if array.flags.aligned else array.copy()
 
     def _entry(self, name: str):
         try:
