@@ -1,0 +1,133 @@
+"""Core attention over key blocks, and the merge of two partial results.
+
+A query row's bits do not depend on how many queries are computed with it, on how a prompt was cut into chunks, or
+on how many keys were cached before: keys are taken in blocks of BLOCK counted from absolute position 0, the maximum
+runs over the visible keys, every block is summed at its full length (the last one filled with zeros), and blocks are
+added in ascending order.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from refmodel.linear import matmul_rows
+from refmodel.numerics import widen
+
+#: keys per block: the page size of the latent cache, FlashMLA's
+BLOCK = 64
+# queries per tile: bounds the score matrix, and lets a causal tile skip the blocks after it
+_TILE = 128
+
+
+class Attended(NamedTuple):
+    out: np.ndarray  # [T, H, dv]
+    lse: np.ndarray  # [T, H] natural log of the sum of exponentials
+
+
+def attend(q, k, v, scale: float, causal_offset: int | None = None, *, dtype=np.float64) -> Attended:
+    """softmax(scale * q k^T) v for one request, unrounded.
+
+    q [T, H, d], k [S, H or 1, d], v [S, H or 1, dv], any float dtype; computed and returned in `dtype`.
+    Key s is visible to query t when s <= causal_offset + t; no `causal_offset` means that every key is.
+    A row that sees no key gives out 0 and lse -inf (FlashMLA's own functions give +inf, see `refmodel.flashmla`).
+    Raises ValueError when the shapes do not fit.
+    """
+    T, H, d = q.shape
+    S, heads_k, _ = k.shape
+    if k.shape[2] != d or v.shape[:2] != k.shape[:2] or heads_k not in (1, H):
+        raise ValueError(f"attend: q {q.shape}, k {k.shape}, v {v.shape} must be [T, H, d], [S, H or 1, d], [S, ., dv]")
+    dtype = np.dtype(dtype)
+    blocks = -(-S // BLOCK)
+    k_blocks, v_blocks = _blocks(k, blocks, dtype), _blocks(v, blocks, dtype)  # [Hk, nb, 64, d], [Hk, nb, 64, dv]
+    return attend_blocks(widen(q, dtype), k_blocks, v_blocks, S, scale, causal_offset)
+
+
+def _blocks(x, blocks, dtype):
+    S, heads, d = x.shape
+    out = np.zeros((heads, blocks * BLOCK, d), dtype)  # the tail is zero: whatever stood there is never multiplied
+    out[:, :S] = widen(x, dtype).transpose(1, 0, 2)
+    return out.reshape(heads, blocks, BLOCK, d)
+
+
+def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: int | None = None) -> Attended:
+    """`attend` on keys that already lie in zero-filled blocks.
+
+    q [T, H, d], k_blocks [H or 1, nb, 64, d], v_blocks [H or 1, nb, 64, dv], all in one compute dtype; S keys.
+    """
+    T, H, _ = q.shape
+    dv = v_blocks.shape[-1]
+    out, lse = np.zeros((T, H, dv), q.dtype), np.full((T, H), -np.inf, q.dtype)
+    for start in range(0, T, _TILE):
+        stop = min(start + _TILE, T)
+        last = S if causal_offset is None else min(S, causal_offset + stop)  # keys that any query of the tile sees
+        if last <= 0:
+            continue
+        seen = -(-last // BLOCK)
+        visible = np.full(stop - start, last)
+        if causal_offset is not None:
+            visible = np.minimum(np.arange(start, stop) + causal_offset + 1, S)  # keys each query sees
+        tile = _attend_tile(q[start:stop], k_blocks[:, :seen], v_blocks[:, :seen], visible, scale)
+        out[start:stop], lse[start:stop] = tile
+    return Attended(out, lse)
+
+
+def _attend_tile(q, k_blocks, v_blocks, visible, scale):
+    T, H, d = q.shape
+    heads_k, blocks = k_blocks.shape[:2]
+    rows = T * H // heads_k
+    # one product per key head and block; with a single key head all query heads are rows of it
+    q = q.reshape(rows, 1, d) if heads_k == 1 else q  # [rows, Hk, d]
+    q = np.ascontiguousarray(q.transpose(1, 0, 2))[:, None]  # [Hk, 1, rows, d]
+    scores = matmul_rows(q, k_blocks.swapaxes(-1, -2))  # [Hk, nb, rows, 64]
+    scores *= q.dtype.type(scale)
+    visible = np.repeat(visible, rows // T)  # [rows]
+    _mask(scores, visible)
+    top = scores.max(axis=(1, 3))  # [Hk, rows]
+    # a row without keys has -inf everywhere; any finite stand-in makes its exponentials 0
+    top = np.where(np.isneginf(top), q.dtype.type(0), top)
+    scores -= top[:, None, :, None]
+    p = np.exp(scores, out=scores)  # [Hk, nb, rows, 64]
+    block_sums = p.sum(axis=-1)  # [Hk, nb, rows], each over 64 numbers
+    # sums start at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
+    total = np.zeros((heads_k, rows), q.dtype)
+    acc = np.zeros((heads_k, rows, v_blocks.shape[-1]), q.dtype)
+    for b in range(blocks):
+        total += block_sums[:, b]
+        acc += matmul_rows(p[:, b], v_blocks[:, b])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = np.where(total[..., None] > 0, acc / total[..., None], q.dtype.type(0))
+        lse = np.log(total) + top
+    lse = np.where(total > 0, lse, q.dtype.type(-np.inf))
+    dv = out.shape[-1]
+    return out.transpose(1, 0, 2).reshape(T, H, dv), lse.T.reshape(T, H)
+
+
+def _mask(scores, visible):
+    """-inf for the keys that a row does not see; only the blocks that some row sees in part are touched."""
+    for b in range(int(visible.min()) // BLOCK, scores.shape[1]):
+        hidden = np.arange(b * BLOCK, (b + 1) * BLOCK) >= visible[:, None]  # [rows, 64]
+        np.copyto(scores[:, b], scores.dtype.type(-np.inf), where=hidden)
+
+
+def merge_states(out_a, lse_a, out_b, lse_b) -> Attended:
+    """Join the attention of two disjoint key sets, unrounded float64: out [..., dv], lse [...] natural log.
+
+    A side with lse -inf saw no key: whatever its out holds, NaN included, it does not enter, and the other side is
+    returned as it is; two such sides give 0 and -inf.
+    """
+    out_a, out_b = np.asarray(out_a, np.float64), np.asarray(out_b, np.float64)
+    lse_a, lse_b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
+    empty_a, empty_b = np.isneginf(lse_a), np.isneginf(lse_b)
+    top = np.maximum(lse_a, lse_b)
+    top = np.where(np.isneginf(top), 0.0, top)
+    weight_a, weight_b = np.exp(lse_a - top), np.exp(lse_b - top)
+    total = weight_a + weight_b
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.where(empty_a, lse_b, np.where(empty_b, lse_a, np.log(total) + top))
+        mixed = (_weighted(out_a, weight_a) + _weighted(out_b, weight_b)) / total[..., None]
+    out = np.where(empty_a[..., None], out_b, np.where(empty_b[..., None], out_a, mixed))
+    return Attended(np.where((empty_a & empty_b)[..., None], 0.0, out), lse)
+
+
+def _weighted(out, weight):
+    return np.where(weight[..., None] > 0, out * weight[..., None], 0.0)

@@ -1,0 +1,154 @@
+"""Experts: the gated MLP, the rows of tokens through their experts, and the one-rank exchange around them."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8 import BlockScaled, quantize
+from refmodel.linear import DenseWeight, Fp8Weight, linear
+from refmodel.numerics import Numerics, widen
+
+
+class Expert(NamedTuple):
+    """Weights of one gated MLP: gate and up side by side in one product [D, 2 I], and down [I, D]."""
+
+    gate_up: DenseWeight | Fp8Weight
+    down: DenseWeight | Fp8Weight
+
+
+class Pairs(NamedTuple):
+    """(row, expert) pairs sorted by expert: `row[p]` of `x` goes through expert `expert[p]`."""
+
+    x: np.ndarray | BlockScaled  # rows as they arrived
+    row: np.ndarray  # int [P]
+    expert: np.ndarray  # int [P], ascending
+
+
+def swiglu(gate, up, *, dtype=np.float64):
+    """silu(gate) * up, unrounded, in `dtype`; any equal shapes."""
+    gate, up = widen(np.asarray(gate), np.dtype(dtype)), widen(np.asarray(up), np.dtype(dtype))
+    with np.errstate(over="ignore"):
+        return gate / (1.0 + np.exp(-gate)) * up
+
+
+def linear_input(x, weight, numerics: Numerics):
+    """`x` as `weight` takes it: quantised rows for FP8, else the compute dtype. Already quantised rows pass through."""
+    if isinstance(weight, Fp8Weight):
+        return x if isinstance(x, BlockScaled) else quantize(x, (1, 128), numerics.recipe, numerics.scale_format)
+    if isinstance(x, BlockScaled):
+        raise ValueError("quantised rows met a weight that is not FP8: one expert input serves all experts of a layer")
+    return numerics.widen(x)
+
+
+def project(x, weight, numerics: Numerics):
+    """One linear of the model: quantise where the weight is FP8, multiply, round to the activation dtype."""
+    return numerics.store(linear(linear_input(x, weight, numerics), weight), "linear")
+
+
+def gated_mlp(x, expert: Expert, numerics: Numerics, emit=None) -> np.ndarray:
+    """down(silu(gate(x)) * up(x)) with its rounding points: [T, D] (or quantised rows) -> [T, D]."""
+    gate_up = project(x, expert.gate_up, numerics)  # [T, 2 I]
+    I = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :I], gate_up[:, I:]
+    product = numerics.store(swiglu(gate, up, dtype=numerics.compute), "activation_product")  # [T, I]
+    if emit is not None:
+        emit("gate", gate), emit("up", up), emit("product", product)
+    return project(product, expert.down, numerics)  # [T, D]
+
+
+def run_pairs(pairs: Pairs, apply, out: np.ndarray) -> np.ndarray:
+    """Every pair through its expert, into `out` [P, D] in the order of the pairs; returns `out`.
+
+    `apply(e, rows)` is expert e on rows [n, D] (an array, or quantised rows). Experts without rows are not called.
+    """
+    ids, first = np.unique(pairs.expert, return_index=True)
+    ends = np.append(first[1:], len(pairs.expert))
+    for e, start, end in zip(ids.tolist(), first.tolist(), ends.tolist()):
+        out[start:end] = apply(e, take_rows(pairs.x, pairs.row[start:end]))
+    return out
+
+
+def take_rows(x, index):
+    """Rows of an array or of quantised rows."""
+    return x.rows(index) if isinstance(x, BlockScaled) else x[index]
+
+
+def weighted_sum(rows, topk_idx, topk_weights, numerics: Numerics) -> np.ndarray:
+    """The one-reduction combine: sum over slots in top-k order of weight * row, then one rounding.
+
+    rows [T, K, D] expert outputs (slots with id -1 are ignored, whatever they hold); result [T, D].
+    Product and running sum are each rounded to the wide dtype (float32; float64 in float64 numerics), as DeepEP's
+    low-latency combine does on the token's own rank (csrc/kernels/legacy/internode_ll.cu).
+    """
+    T, K, D = rows.shape
+    wide = numerics.wide
+    total = np.zeros((T, D), wide)
+    weights = np.where(topk_idx >= 0, topk_weights, 0).astype(wide)
+    for k in range(K):
+        row = widen(rows[:, k], wide)
+        none = topk_idx[:, k] < 0
+        if none.any():
+            row = np.where(none[:, None], wide.type(0), row)
+        total += weights[:, k, None] * row
+    return numerics.store(total, "combined_row")
+
+
+class LocalExchange:
+    """The exchange of a model that is alone: nothing moves. Its stages are those of `parallel.dispatch.exchange`."""
+
+    def __init__(self, numerics: Numerics):
+        self._numerics = numerics
+
+    def dispatch_send(self, x, topk_idx, topk_weights):
+        """Keep the expert input (array [T, D] or quantised rows) and the routing [T, K]."""
+        self._x, self._topk_idx, self._topk_weights = x, topk_idx, topk_weights
+
+    def dispatch_forward(self):
+        """No hop in between."""
+
+    def dispatch_recv(self) -> Pairs:
+        """All (token, slot) pairs with an expert, by expert and then by token."""
+        flat = self._topk_idx.reshape(-1)
+        order = np.argsort(flat.astype(np.int16), kind="stable")  # radix sort: ids are small
+        order = order[np.count_nonzero(flat < 0) :]
+        self._slots = order
+        # flat slots are token * K + slot
+        return Pairs(self._x, order // self._topk_idx.shape[1], flat[order])
+
+    def pair_slots(self) -> np.ndarray:
+        """token * K + slot of each pair: its row in a recorded tensor [T * K, ...]."""
+        return self._slots
+
+    def logical_expert(self, e: int) -> int:
+        """One rank without redundancy: slots are the logical experts."""
+        return e
+
+    def combine_send(self, rows):
+        """Put each pair's row [P, D] back into its slot."""
+        T, K = self._topk_idx.shape
+        slots = np.zeros((T * K, rows.shape[1]), rows.dtype)
+        slots[self._slots] = rows
+        self._rows = slots.reshape(T, K, -1)
+
+    def combine_forward(self):
+        """No hop in between."""
+
+    def combine_recv(self) -> np.ndarray:
+        """Combined rows [T, D]."""
+        return weighted_sum(self._rows, self._topk_idx, self._topk_weights, self._numerics)
+
+
+def moe(x, routing, experts, numerics: Numerics | None = None) -> np.ndarray:
+    """The routed part of one MoE layer on one rank: y[t] = sum over slots j of topk_weights[t, j] * f_j(x[t]).
+
+    x [T, D]; `routing` as `route` returns it, id -1 selects nothing; `experts[e]` is any callable on rows [n, D].
+    Rounded as `numerics` says (default: float64, nothing). Returns [T, D] in its activation dtype.
+    """
+    numerics = numerics or Numerics("float64")
+    exchange = LocalExchange(numerics)
+    exchange.dispatch_send(np.asarray(x), routing.topk_idx, routing.topk_weights)
+    pairs = exchange.dispatch_recv()
+    out = np.empty((len(pairs.row), x.shape[1]), numerics.activation)
+    run_pairs(pairs, lambda e, rows: numerics.store(np.asarray(experts[e](rows)), "expert_row"), out)
+    exchange.combine_send(out)
+    return exchange.combine_recv()

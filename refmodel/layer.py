@@ -1,0 +1,278 @@
+"""A layer as a list of named stages.
+
+Each stage says what it reads and writes in the values of its micro-batch; that, not its place in a list, decides when
+it may run. One rank runs the list in order, the overlap schedules interleave two micro-batches, the stepper stops
+between stages, the trace names tensors by them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from refmodel.cache import LatentCache
+from refmodel.experts import gated_mlp, linear_input, project, run_pairs
+from refmodel.linear import linear
+from refmodel.mla import attend_batch, project_query_and_latent
+from refmodel.norm import rms_norm
+from refmodel.router import route
+from refmodel.trace import Scope, recording
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens of one request in a batch: rows start .. stop, the first of which is token `cache_offset` of it."""
+
+    cache: LatentCache
+    cache_offset: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token rows that are computed together. RoPE positions and cache offsets are separate things: the MTP layer's
+    slot i holds the token of position i + 1."""
+
+    token_ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T], for RoPE
+    segments: tuple[Segment, ...]
+    phase: str  # "prefill": naive MLA; "decode": absorbed MLA
+
+    def __post_init__(self):
+        if self.phase not in ("prefill", "decode"):
+            raise ValueError(f"phase = {self.phase!r}: must be 'prefill' (naive MLA) or 'decode' (absorbed MLA)")
+
+
+@dataclass
+class State:
+    """What the stages of one micro-batch share: the model's constants, its batch, and the values made so far."""
+
+    weights: object  # refmodel.weights.Weights
+    batch: Batch
+    exchange: Callable[[int], object]  # layer -> a fresh exchange
+    scope: Scope = field(default_factory=Scope)
+    values: dict = field(default_factory=dict)
+
+    @property
+    def config(self):
+        return self.weights.config
+
+    @property
+    def numerics(self):
+        return self.weights.numerics
+
+
+class Stage(NamedTuple):
+    """`run(state, layer, scope)` reads and writes `state.values` under the names declared here."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    run: Callable
+
+
+def normalise(state, x, weight, eps):
+    """RMSNorm with its rounding point."""
+    numerics = state.numerics
+    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
+    return numerics.store(rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=early), "norm")
+
+
+def add(state, a, b, point):
+    """a + b, rounded once."""
+    return state.numerics.store(state.numerics.widen(a) + state.numerics.widen(b), point)
+
+
+def embed(state, layer, scope):
+    hidden = state.numerics.store(state.weights.embedding[state.batch.token_ids], "embedding")  # [T, D]
+    scope.emit("hidden", hidden)
+    state.values["hidden"] = hidden
+
+
+def attn_proj(state, layer, scope):
+    weights = state.weights.layer(layer)
+    x = normalise(state, state.values["hidden"], weights.input_norm, state.config.rms_norm_eps)
+    scope.emit("norm", x)
+    query, row = project_query_and_latent(state, weights, x, scope)
+    for segment in state.batch.segments:
+        segment.cache.write(layer, segment.cache_offset, row[segment.start : segment.stop])
+    state.values["query"] = query
+
+
+def attn_core(state, layer, scope):
+    weights, values, config = state.weights.layer(layer), state.values, state.config
+    query = values.pop("query")  # [T, H, N + P]
+    heads, lse = attend_batch(state, weights, layer, query)
+    scope.emit("heads", heads)
+    scope.emit("lse", lse)
+    out = project(heads.reshape(len(heads), -1), weights.o, state.numerics)  # [T, D]
+    scope.emit("out", out)
+    hidden = add(state, values["hidden"], out, "residual")
+    scope.emit("residual", hidden)
+    x = normalise(state, hidden, weights.post_norm, config.rms_norm_eps)
+    scope.emit("norm", x)
+    values["hidden"], values["ffn_input"] = hidden, x
+    if config.is_moe_layer(layer):
+        routing = route_tokens(state, weights, x, scope.under("router"))
+        values["topk_idx"], values["topk_weights"] = routing.topk_idx, routing.topk_weights
+
+
+def route_tokens(state, weights, x, scope):
+    """Router logits and the selection of experts."""
+    config, numerics = state.config, state.numerics
+    logits = linear(numerics.widen(x), weights.router)  # [T, E]
+    if numerics.switches.router_dtype == "activation":
+        logits = numerics.widen(numerics.store(logits, "linear"))
+    logits = numerics.store(logits, "router_logits")
+    routing = route(
+        logits,
+        weights.correction_bias,
+        top_k=config.num_experts_per_tok,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        routed_scaling_factor=config.routed_scaling_factor,
+        norm_topk_prob=config.norm_topk_prob,
+        scoring_func=config.scoring_func,
+        topk_method=config.topk_method,
+        norm_eps=numerics.switches.router_norm_eps,
+    )
+    scope.emit("logits", logits)
+    scope.emit("topk_idx", routing.topk_idx)
+    scope.emit("topk_weights", routing.topk_weights)
+    scope.emit("margin", routing.margin)
+    return routing
+
+
+def dispatch_send(state, layer, scope):
+    values = state.values
+    experts = state.weights.layer(layer).experts
+    # the expert input is quantised once, before dispatch, by the model's recipe: gate and up multiply those codes
+    payload = values["ffn_input"]
+    if state.numerics.fp8:
+        payload = linear_input(payload, experts[0].gate_up, state.numerics)
+        scope.emit("codes", payload.codes)
+        scope.emit("scale", payload.scale)
+    values["exchange"] = state.exchange(layer)
+    values["exchange"].dispatch_send(payload, values["topk_idx"], values["topk_weights"])
+
+
+def dispatch_forward(state, layer, scope):
+    state.values["exchange"].dispatch_forward()
+
+
+def dispatch_recv(state, layer, scope):
+    state.values["pairs"] = state.values["exchange"].dispatch_recv()
+
+
+def experts(state, layer, scope):
+    pairs, numerics = state.values.pop("pairs"), state.numerics
+    exchange, all_experts = state.values["exchange"], state.weights.layer(layer).experts
+    logical = exchange.logical_expert  # the ids of pairs are this rank's own slots
+    slots = exchange.pair_slots() if recording() else None  # row of each pair among [T * K] of the whole batch
+    done = 0
+
+    def apply(e, rows):
+        nonlocal done
+        emit = None
+        if slots is not None:
+            emit = Scope(scope.prefix, slots[done : done + rows.shape[0]]).emit
+        out = numerics.store(gated_mlp(rows, all_experts[logical(e)], numerics, emit), "expert_row")
+        done += len(out)
+        return out
+
+    rows = np.empty((len(pairs.row), state.config.hidden_size), numerics.activation)
+    state.values["expert_rows"] = run_pairs(pairs, apply, rows)
+    if slots is not None:
+        Scope(scope.prefix, slots).emit("out", rows)
+
+
+def combine_send(state, layer, scope):
+    state.values["exchange"].combine_send(state.values.pop("expert_rows"))
+
+
+def combine_forward(state, layer, scope):
+    state.values["exchange"].combine_forward()
+
+
+def combine_recv(state, layer, scope):
+    routed = state.values.pop("exchange").combine_recv()
+    scope.emit("routed", routed)
+    state.values["routed"] = routed
+
+
+def shared(state, layer, scope):
+    if state.config.n_shared_experts == 0:
+        state.values["shared"] = None
+        return
+    weights = state.weights.layer(layer).shared
+    out = gated_mlp(state.values["ffn_input"], weights, state.numerics, scope.emit)
+    scope.emit("out", out)
+    state.values["shared"] = out
+
+
+def merge(state, layer, scope):
+    values = state.values
+    routed, shared_out = values.pop("routed"), values.pop("shared")
+    moe = routed if shared_out is None else add(state, routed, shared_out, "moe_output")
+    scope.emit("moe", moe)
+    values["hidden"] = add(state, values["hidden"], moe, "residual")
+    scope.emit("residual", values["hidden"])
+    del values["ffn_input"], values["topk_idx"], values["topk_weights"]
+
+
+def mlp(state, layer, scope):
+    values = state.values
+    out = gated_mlp(values.pop("ffn_input"), state.weights.layer(layer).mlp, state.numerics, scope.emit)
+    scope.emit("out", out)
+    values["hidden"] = add(state, values["hidden"], out, "residual")
+    scope.emit("residual", values["hidden"])
+
+
+def final(state, layer, scope):
+    """The last norm and the head; for the MTP layer its own norm, and the shared head."""
+    values, weights = state.values, state.weights
+    is_mtp = layer is not None
+    norm = weights.layer(layer).shared_head_norm if is_mtp else weights.norm
+    x = normalise(state, values["hidden"], norm, state.config.rms_norm_eps)  # [T, D]
+    scope.emit("norm", x)
+    kept = state.numerics.switches.mtp_recycle if is_mtp else state.numerics.switches.mtp_hidden
+    values["mtp_hidden"] = x if kept == "post_norm" else values["hidden"]
+    head_rows = values.get("head_rows")
+    logits = linear(state.numerics.widen(x if head_rows is None else x[head_rows]), weights.head)
+    values["logits"] = state.numerics.store(logits, "logits")  # [T, vocab]
+    scope.emit("logits", values["logits"])
+
+
+ATTENTION = (
+    Stage("attn_proj", ("hidden",), ("query", "cache"), attn_proj),
+    Stage("attn_core", ("hidden", "query", "cache"), ("hidden", "ffn_input", "topk_idx", "topk_weights"), attn_core),
+)
+DENSE_LAYER = (*ATTENTION, Stage("mlp", ("hidden", "ffn_input"), ("hidden",), mlp))
+MOE_LAYER = (
+    *ATTENTION,
+    Stage("dispatch_send", ("ffn_input", "topk_idx", "topk_weights"), ("exchange",), dispatch_send),
+    Stage("dispatch_forward", ("exchange",), ("exchange",), dispatch_forward),
+    Stage("dispatch_recv", ("exchange",), ("pairs",), dispatch_recv),
+    Stage("experts", ("pairs", "exchange"), ("expert_rows",), experts),
+    Stage("combine_send", ("expert_rows", "exchange"), ("exchange",), combine_send),
+    Stage("combine_forward", ("exchange",), ("exchange",), combine_forward),
+    Stage("combine_recv", ("exchange",), ("routed",), combine_recv),
+    Stage("shared", ("ffn_input",), ("shared",), shared),
+    Stage("merge", ("hidden", "routed", "shared"), ("hidden",), merge),
+)
+EMBED = Stage("embed", ("token_ids",), ("hidden",), embed)
+FINAL = Stage("final", ("hidden",), ("logits", "mtp_hidden"), final)
+
+
+def stages_of(config, layer: int) -> tuple[Stage, ...]:
+    """The stages of one layer, in the order in which one rank runs them."""
+    return MOE_LAYER if config.is_moe_layer(layer) else DENSE_LAYER
+
+
+def run_stage(state: State, stage: Stage, layer: int | None = None):
+    """Run one stage of one layer (None for embed and the main model's final) and name its tensors."""
+    prefix = stage.name if layer is None else f"layers.{layer}.{stage.name}"
+    stage.run(state, layer, state.scope.under(prefix))
+

@@ -1,0 +1,112 @@
+"""The one matrix product over token rows: a row's bits do not depend on the rows beside it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp8 import BlockScaled, decode
+from fp8.gemm import block_product
+from refmodel.rowcounts import row_counts
+
+#: output columns are padded with zeros to a multiple of this when weights are loaded
+COLUMN_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class DenseWeight:
+    """A weight as `linear` multiplies with it: matrix [K, N padded], C-contiguous, in the compute dtype."""
+
+    matrix: np.ndarray
+    out_features: int
+
+    @classmethod
+    def from_rows(cls, weight: np.ndarray) -> "DenseWeight":
+        """From a checkpoint's [N, K] layout; float64 or float32."""
+        N, K = weight.shape
+        matrix = np.zeros((K, -(-N // COLUMN_MULTIPLE) * COLUMN_MULTIPLE), weight.dtype)
+        matrix[:, :N] = weight.T
+        matrix.flags.writeable = False
+        return cls(matrix, N)
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """A blockwise FP8 weight: codes as exact float64 [K, N], and one float32 scale per column and K block [N, K/128].
+
+    Scales are spread over columns when they are loaded, so that parts with their own 128-grid (gate and up, q_a and
+    kv_a) stand side by side in one product.
+    """
+
+    matrix: np.ndarray
+    column_scale: np.ndarray
+
+    @property
+    def out_features(self) -> int:
+        return self.matrix.shape[1]
+
+    @classmethod
+    def from_parts(cls, parts: list[BlockScaled]) -> "Fp8Weight":
+        """From weights [N_i, K] with 128 x 128 scales, laid side by side along N."""
+        matrix = np.ascontiguousarray(np.concatenate([decode(part.codes, np.float64) for part in parts]).T)  # [K, N]
+        scale = np.concatenate([_per_row(part) for part in parts])  # [N, K/128]
+        matrix.flags.writeable = scale.flags.writeable = False
+        return cls(matrix, scale)
+
+
+def _per_row(weight):
+    rows = weight.codes.shape[0]
+    return np.repeat(weight.scale, weight.block[0], axis=0)[:rows]  # [N, K/128]
+
+
+def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
+    """x @ weight, unrounded: [T, K] -> [T, N].
+
+    DenseWeight takes an array in the weight's dtype. Fp8Weight takes rows quantised in blocks of (1, 128) and returns
+    float32: each 128-block summed exactly, scaled and added in ascending order (`fp8.gemm`, accumulator `exact`).
+    Raises ValueError when the widths or dtypes do not fit.
+    """
+    K = weight.matrix.shape[0]
+    if isinstance(weight, Fp8Weight):
+        if not isinstance(x, BlockScaled) or x.codes.shape[1] != K:
+            raise ValueError(f"linear: an FP8 weight of {K} inputs takes BlockScaled rows of that width")
+        return block_product(decode(x.codes, np.float64), x.scale, weight.matrix, weight.column_scale, block_n=1)
+    if x.ndim != 2 or x.shape[1] != K or x.dtype != weight.matrix.dtype:
+        raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {weight.matrix.dtype} weight of {K} inputs")
+    return matmul_rows(x, weight.matrix)[:, : weight.out_features]
+
+
+def matmul_rows(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """x [..., T, K] @ matrix [..., K, N], with only the row counts that keep rows independent of each other.
+
+    Leading axes (heads, key blocks) are separate products of one shape and broadcast as in np.matmul.
+    `matrix` is C-contiguous in its last two axes, or a transposed view of such.
+    """
+    T, N = x.shape[-2], matrix.shape[-1]
+    lead = np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
+    counts = row_counts(matrix[(0,) * (matrix.ndim - 2)])
+    plan = counts.plan(T)
+    if len(plan) == 1 and plan[0][1] == T:
+        return np.matmul(x, matrix)
+    out = np.empty((*lead, T, N), x.dtype)
+    for start, count, calls in _runs(plan):
+        stop = min(start + count * calls, T)
+        rows = x[..., start:stop, :]
+        if stop - start < count * calls:  # the last call reaches past the end: zero rows
+            padded = np.zeros((*x.shape[:-2], count * calls, x.shape[-1]), x.dtype)
+            padded[..., : stop - start, :] = rows
+            rows = padded
+        rows = rows.reshape(*x.shape[:-2], calls, count, x.shape[-1])
+        product = np.matmul(rows, matrix[..., None, :, :])  # [..., calls, count, N]
+        out[..., start:stop, :] = product.reshape(*lead, calls * count, N)[..., : stop - start, :]
+    return out
+
+
+def _runs(plan):
+    """Neighbouring calls of one count, as (start, count, number of calls)."""
+    runs = []
+    for start, count in plan:
+        if runs and runs[-1][1] == count:
+            runs[-1] = (runs[-1][0], count, runs[-1][2] + 1)
+        else:
+            runs.append((start, count, 1))
+    return runs

@@ -1,0 +1,109 @@
+"""Multi-head latent attention: projections into the cache row, and attention from it in both forms.
+
+Naive (prefill): keys and values of every head are expanded from the latent by kv_b. Absorbed (decode, verify): W_UK
+moves into the query and W_UV behind the sum, so attention runs on the latent itself, as one key head of C + P whose
+first C numbers are also the value. In FP8 the forms differ by definition: the absorbed one uses kv_b in bfloat16.
+Source: DeepSeek-V2 report 2.1; deepseek-ai/DeepSeek-V3 inference/model.py.
+"""
+
+import numpy as np
+
+from refmodel.attention import attend_blocks
+from refmodel.cache import PAGE_SIZE
+from refmodel.experts import project
+from refmodel.linear import matmul_rows
+from refmodel.norm import rms_norm
+from refmodel.rope import apply_rope, softmax_scale, yarn_frequencies
+
+
+def project_query_and_latent(state, weights, x, scope):
+    """(query [T, H, N + P] with RoPE, cache row [T, C + P]) from the normed input x [T, D]."""
+    config, numerics = state.config, state.numerics
+    C, P, H = config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads
+    down = project(x, weights.down, numerics)  # [T, Q + C + P], or [T, H (N + P) + C + P] without a query latent
+    q, kv_a = down[:, : -(C + P)], down[:, -(C + P) :]
+    if config.q_lora_rank is not None:
+        scope.emit("q_a", q)
+        q = _inner_norm(state, q, weights.q_a_norm)
+        scope.emit("q_a_norm", q)
+        q = project(q, weights.q_b, numerics)
+    q = q.reshape(len(q), H, config.qk_head_dim).copy()  # [T, H, N + P]
+    inv_freq, amplitude = yarn_frequencies(config)
+    rotate = dict(inv_freq=inv_freq, interleaved=config.rope_interleave, amplitude=amplitude, dtype=numerics.compute)
+    positions = state.batch.positions
+    q[:, :, -P:] = numerics.store(apply_rope(q[:, :, -P:], positions, **rotate), "rope")
+    scope.emit("q", q)
+    scope.emit("kv_a", kv_a)
+    latent = _inner_norm(state, kv_a[:, :C], weights.kv_a_norm)  # [T, C]
+    k_pe = apply_rope(kv_a[:, None, C:], positions, **rotate)[:, 0]  # [T, P]; not normed
+    row = np.empty((len(q), C + P), numerics.activation)
+    row[:, :C], row[:, C:] = latent, numerics.store(k_pe, "rope")
+    scope.emit("kv_latent", row[:, :C])
+    scope.emit("k_pe", row[:, C:])
+    return q, row
+
+
+def _inner_norm(state, x, weight):
+    numerics = state.numerics
+    eps = numerics.switches.inner_norm_eps
+    eps = state.config.rms_norm_eps if eps is None else eps
+    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
+    return numerics.store(rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=early), "norm")
+
+
+def attend_batch(state, weights, layer, query):
+    """(value heads [T, H, V], lse [T, H]), both rounded: each request's queries over its own cache."""
+    for segment in state.batch.segments:
+        keys, written = segment.cache_offset + segment.stop - segment.start, segment.cache.written[layer]
+        if written < keys:
+            raise ValueError(f"layer {layer}: attention over {keys} keys, but only {written} are in the cache")
+    form = _attend_naive if state.batch.phase == "prefill" else _attend_absorbed
+    heads, lse = form(state, weights, layer, query)
+    return heads, state.numerics.store(lse, "lse")
+
+
+def _attend_naive(state, weights, layer, query):
+    config, numerics = state.config, state.numerics
+    heads = np.empty((*query.shape[:2], config.v_head_dim), numerics.compute)  # [T, H, V]
+    lse = np.empty(query.shape[:2], numerics.compute)
+    q = numerics.widen(query)
+    for segment in state.batch.segments:
+        rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
+        k, v = _expand(state, weights, segment.cache.rows(layer, keys))
+        part = attend_blocks(q[rows], k, v, keys, softmax_scale(config), segment.cache_offset)
+        heads[rows], lse[rows] = part
+    return numerics.store(heads, "attention"), lse
+
+
+def _expand(state, weights, rows):
+    """Key and value blocks [H, nb, 64, N + P] and [H, nb, 64, V] from cache rows [S, C + P]."""
+    config, numerics = state.config, state.numerics
+    H, N, V, C = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
+    S, blocks = len(rows), -(-len(rows) // PAGE_SIZE)
+    expanded = project(rows[:, :C], weights.kv_b, numerics).reshape(S, H, N + V)
+    expanded = numerics.widen(expanded).transpose(1, 0, 2)  # [H, S, N + V]
+    k = np.zeros((H, blocks * PAGE_SIZE, config.qk_head_dim), numerics.compute)
+    v = np.zeros((H, blocks * PAGE_SIZE, V), numerics.compute)
+    k[:, :S, :N], v[:, :S] = expanded[:, :, :N], expanded[:, :, N:]
+    k[:, :S, N:] = numerics.widen(rows[:, C:])  # one rope key for all heads
+    return k.reshape(H, blocks, PAGE_SIZE, -1), v.reshape(H, blocks, PAGE_SIZE, V)
+
+
+def _attend_absorbed(state, weights, layer, query):
+    config, numerics = state.config, state.numerics
+    N, C = config.qk_nope_head_dim, config.kv_lora_rank
+    q = np.empty((*query.shape[:2], C + config.qk_rope_head_dim), numerics.compute)  # [T, H, C + P]
+    q_nope = np.ascontiguousarray(numerics.widen(query[:, :, :N]).transpose(1, 0, 2))  # [H, T, N]
+    absorbed = numerics.store(matmul_rows(q_nope, weights.w_uk), "linear")  # [H, T, C]
+    q[:, :, :C] = numerics.widen(absorbed).transpose(1, 0, 2)
+    q[:, :, C:] = numerics.widen(query[:, :, N:])
+    latent = np.empty((*query.shape[:2], C), numerics.compute)  # [T, H, C]
+    lse = np.empty(query.shape[:2], numerics.compute)
+    for segment in state.batch.segments:
+        rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
+        blocks = segment.cache.blocks(layer, keys, numerics.compute)  # [1, nb, 64, C + P]
+        part = attend_blocks(q[rows], blocks, blocks[..., :C], keys, softmax_scale(config), segment.cache_offset)
+        latent[rows], lse[rows] = part
+    latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
+    heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
+    return numerics.store(heads, "linear").transpose(1, 0, 2), lse

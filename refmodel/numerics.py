@@ -1,0 +1,162 @@
+"""Which value is rounded to which dtype, and where.
+
+Inside an operator arithmetic is wide (float64, or float32 where speed is asked for); the result is rounded once, to
+the dtype that the real system stores at that point. Every such point has a name in ROUNDING_POINTS, and nothing is
+rounded anywhere else. Two points are ordered float32 sums because the real systems define them so: the promotion of
+FP8 block products (`fp8.gemm`) and the sums of combine (`weighted_row`, `combine_sum`).
+"""
+
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from fp8.rounding import to_bfloat16
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float32 = np.dtype(np.float32)
+float64 = np.dtype(np.float64)
+
+#: Name of a rounding point -> its class: `activation` (the residual stream's dtype) or `wide` (float32 in every
+#: preset but float64).
+ROUNDING_POINTS = {
+    "embedding": "activation",
+    "norm": "activation",
+    "linear": "activation",
+    "rope": "activation",
+    "attention": "activation",
+    "activation_product": "activation",  # silu(gate) * up
+    "expert_row": "activation",
+    "combined_row": "activation",
+    "moe_output": "activation",  # routed + shared
+    "residual": "activation",
+    "weighted_row": "wide",  # topk_weight * expert row, inside combine
+    "combine_sum": "wide",  # the running sum of combine, in its stated order
+    "router_logits": "wide",
+    "router_scores": "wide",
+    "router_weights": "wide",
+    "lse": "wide",
+    "logits": "wide",
+}
+
+PRESETS = ("float64", "float32", "bfloat16", "fp8")
+
+#: Where implementations differ: field of Switches -> {engine: value}; the default is Hugging Face's.
+ENGINES = {
+    "hf": {},
+    "vllm": {
+        "router_norm_eps": 0.0,
+        "inner_norm_eps": None,
+        "mtp_zero_position_0": True,
+        "mtp_position_shift": 0,
+    },
+    "sglang": {"router_norm_eps": 0.0, "inner_norm_eps": None, "mtp_position_shift": 0},
+    "official": {"router_norm_eps": 0.0, "router_dtype": "activation"},
+}
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Legitimate differences between implementations; `like=` sets them together."""
+
+    #: epsilon of q_a_layernorm and kv_a_layernorm; None takes rms_norm_eps (the engines), Hugging Face fixes 1e-6
+    inner_norm_eps: float | None = 1e-6
+    #: added to the sum of the selected scores before dividing; the vendor's code and the engines add nothing
+    router_norm_eps: float = 1e-20
+    #: `float32`, or `activation`: router logits stored in the activation dtype (the vendor's code)
+    router_dtype: str = "float32"
+    #: `multiply_then_cast` (vendor) or `cast_then_multiply` (Hugging Face in bfloat16)
+    norm_order: str = "multiply_then_cast"
+    #: hidden state that feeds the MTP layer: `post_norm` or `pre_norm` of the final norm
+    mtp_hidden: str = "post_norm"
+    #: vLLM zeroes the embedding that enters the MTP layer at position 0
+    mtp_zero_position_0: bool = False
+    #: RoPE position of MTP slot i is i + shift (1: the token's own position)
+    mtp_position_shift: int = 1
+    #: what one module recycles when it drafts more than one token: its `post_norm` or `pre_norm` output
+    mtp_recycle: str = "post_norm"
+
+    _CHOICES = {
+        "router_dtype": ("float32", "activation"),
+        "norm_order": ("multiply_then_cast", "cast_then_multiply"),
+        "mtp_hidden": ("post_norm", "pre_norm"),
+        "mtp_recycle": ("post_norm", "pre_norm"),
+    }
+
+    def __post_init__(self):
+        for name, choices in self._CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"switch {name} = {getattr(self, name)!r}: must be one of {', '.join(choices)}")
+
+    @classmethod
+    def like(cls, engine: str | None) -> "Switches":
+        """The switches of one engine (`hf`, `vllm`, `sglang`, `official`); None is the default, `hf`."""
+        if engine is None:
+            return cls()
+        if engine not in ENGINES:
+            raise ValueError(f"like = {engine!r}: known engines are {', '.join(sorted(ENGINES))}")
+        return cls(**ENGINES[engine])
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """One preset: the dtype of each class of rounding points, and the dtype that operators compute in."""
+
+    name: str
+    compute: np.dtype = float64
+    #: how FP8 inputs are quantised: a recipe of `fp8.RECIPES` and the scale format that the checkpoint declares
+    recipe: str = "deepseek_v3"
+    scale_format: str = "float32"
+    switches: Switches = field(default_factory=Switches)
+
+    def __post_init__(self):
+        if self.name not in PRESETS:
+            raise ValueError(f"numerics = {self.name!r}: must be one of {', '.join(PRESETS)}")
+        compute = np.dtype(self.compute)
+        object.__setattr__(self, "compute", compute)
+        if compute not in (float64, float32):
+            raise ValueError(f"compute = {compute}: operators compute in float64 or float32")
+        if self.name == "float64" and compute != float64:
+            raise ValueError("numerics float64 with compute float32: float64 results need float64 arithmetic")
+
+    @property
+    def activation(self) -> np.dtype:
+        """Dtype of the residual stream and of every `activation` rounding point."""
+        return {"float64": float64, "float32": float32}.get(self.name, bfloat16)
+
+    @property
+    def wide(self) -> np.dtype:
+        """Dtype of every `wide` rounding point."""
+        return float64 if self.name == "float64" else float32
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the inputs of FP8 linears are quantised."""
+        return self.name == "fp8"
+
+    def store(self, x: np.ndarray, point: str) -> np.ndarray:
+        """Round `x` once to the dtype of the named rounding point."""
+        return round_to(x, getattr(self, ROUNDING_POINTS[point]))
+
+    def widen(self, x: np.ndarray) -> np.ndarray:
+        """`x` in the compute dtype, exactly."""
+        return widen(x, self.compute)
+
+
+def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Round float64 or float32 values once, to nearest even. `x` itself where nothing changes."""
+    if x.dtype == dtype:
+        return x
+    if dtype == bfloat16:
+        return to_bfloat16(x)
+    return x.astype(dtype)
+
+
+def widen(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A narrower float as float64 or float32; every bfloat16 and float32 value is kept exactly in either."""
+    if x.dtype == dtype:
+        return x
+    if x.dtype == bfloat16:
+        as_float32 = (x.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return as_float32 if dtype == float32 else as_float32.astype(dtype)
+    return x.astype(dtype)

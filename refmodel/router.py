@@ -1,0 +1,121 @@
+"""Which experts a token goes to, and with which weights: V3's group-limited sigmoid gate and its relatives."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+SCORING = ("sigmoid", "softmax")
+METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
+
+
+class Routing(NamedTuple):
+    topk_idx: np.ndarray  # int64 [T, K], best first; -1 in a row that holds NaN
+    topk_weights: np.ndarray  # float32 [T, K] (float64 for float64 logits)
+    margin: np.ndarray  # float64 [T]: how far the selection is from another one
+
+
+def route(
+    logits,
+    correction_bias,
+    *,
+    top_k: int,
+    n_group: int = 1,
+    topk_group: int = 1,
+    routed_scaling_factor: float = 1.0,
+    norm_topk_prob: bool = True,
+    scoring_func: str = "sigmoid",
+    topk_method: str = "noaux_tc",
+    norm_eps: float = 1e-20,
+) -> Routing:
+    """Select `top_k` of E experts per row.
+
+    logits [T, E] any float dtype; correction_bias [E] or None, float32, used for the selection only.
+    scores = scoring(logits), rounded to float32 (kept in float64 for float64 logits); choice = scores + bias, exact.
+    Groups are E / n_group contiguous experts. `noaux_tc` ranks them by the sum of their two best choices,
+    `group_limited_greedy` (V2) by the best one, `greedy` has no groups; experts outside the best `topk_group` groups
+    cannot be selected, whatever their score. Weights are the scores without bias, divided by (sum + norm_eps) where
+    norm_topk_prob, times routed_scaling_factor, rounded once.
+    Ties: the lowest index wins, in groups and in experts. `margin` is the smaller of the distance between the last
+    selected and the first rejected group, and the same for experts; inf where nothing is rejected.
+    A row with NaN selects nothing: -1 and weight 0. Raises ValueError for shapes or settings that do not fit.
+    Source: DeepSeek-V3 report 2.1.2; transformers models/deepseek_v3 (the epsilon, the -inf mask).
+    """
+    logits = np.asarray(logits)
+    wide = np.float64 if logits.dtype == np.float64 else np.float32
+    logits = logits.astype(np.float64)
+    _check(logits, correction_bias, top_k, n_group, topk_group, scoring_func, topk_method)
+    scores = _score(logits, scoring_func).astype(wide).astype(np.float64)  # [T, E]
+    choice = scores if correction_bias is None else scores + np.asarray(correction_bias, np.float64)
+    invalid = np.isnan(choice).any(axis=1)  # [T]
+    if invalid.any():
+        choice = np.where(invalid[:, None], 0.0, choice)
+    if topk_method == "greedy" or n_group == 1:
+        candidates, margin = None, np.full(len(choice), np.inf)
+    else:
+        candidates, margin = _candidates(choice, n_group, topk_group, 2 if topk_method == "noaux_tc" else 1)
+        choice = np.take_along_axis(choice, candidates, axis=1)  # [T, E * topk_group / G]
+    order = np.argsort(-choice, axis=1, kind="stable")[:, : top_k + 1]  # [T, K + 1]
+    margin = np.minimum(margin, _gap(np.take_along_axis(choice, order, axis=1), top_k))
+    topk_idx = order[:, :top_k]
+    if candidates is not None:
+        topk_idx = np.take_along_axis(candidates, topk_idx, axis=1)
+    weights = np.take_along_axis(scores, topk_idx, axis=1)  # [T, K]
+    if norm_topk_prob:
+        with np.errstate(invalid="ignore"):  # 0 / 0 without an epsilon is the NaN that such an engine makes
+            weights = weights / (weights.sum(axis=1, keepdims=True) + norm_eps)
+    weights = (weights * routed_scaling_factor).astype(wide)
+    if invalid.any():
+        topk_idx, weights = topk_idx.copy(), weights.copy()
+        topk_idx[invalid], weights[invalid], margin[invalid] = -1, 0, np.nan
+    return Routing(topk_idx.astype(np.int64), weights, margin)
+
+
+def _score(logits, scoring_func):
+    if scoring_func == "sigmoid":
+        with np.errstate(over="ignore"):
+            return 1.0 / (1.0 + np.exp(-logits))
+    with np.errstate(invalid="ignore"):
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
+
+
+def _candidates(choice, n_group, topk_group, best):
+    """Expert ids of the selected groups, ascending [T, E * topk_group / G], and the margin between groups [T]."""
+    T, E = choice.shape
+    size = E // n_group
+    grouped = choice.reshape(T, n_group, size)
+    best = min(best, size)
+    group_score = np.partition(grouped, size - best, axis=2)[:, :, size - best :].sum(axis=2)  # [T, G]
+    order = np.argsort(-group_score, axis=1, kind="stable")
+    margin = _gap(np.take_along_axis(group_score, order, axis=1), topk_group)
+    chosen = np.sort(order[:, :topk_group], axis=1)  # ascending, so that position order is index order
+    ids = chosen[:, :, None] * size + np.arange(size)  # [T, topk_group, E / G]
+    return ids.reshape(T, topk_group * size), margin
+
+
+def _gap(descending, count):
+    """Distance between entry count - 1 and entry count of rows sorted descending; inf where there is no such entry."""
+    if descending.shape[1] <= count:
+        return np.full(len(descending), np.inf)
+    last, rejected = descending[:, count - 1], descending[:, count]
+    with np.errstate(invalid="ignore"):
+        return np.where(last == rejected, 0.0, last - rejected)  # also for two infinities
+
+
+def _check(logits, bias, top_k, n_group, topk_group, scoring_func, topk_method):
+    if logits.ndim != 2:
+        raise ValueError(f"route: logits {logits.shape} must be [tokens, experts]")
+    E = logits.shape[1]
+    if bias is not None and np.shape(bias) != (E,):
+        raise ValueError(f"route: correction_bias {np.shape(bias)} must be [{E}], one per expert")
+    if scoring_func not in SCORING:
+        raise ValueError(f"route: scoring_func = {scoring_func!r}: must be one of {', '.join(SCORING)}")
+    if topk_method not in METHODS:
+        raise ValueError(f"route: topk_method = {topk_method!r}: must be one of {', '.join(METHODS)}")
+    if n_group < 1 or E % n_group:
+        raise ValueError(f"route: {E} experts do not divide into n_group = {n_group} groups")
+    if not 1 <= topk_group <= n_group:
+        raise ValueError(f"route: topk_group = {topk_group} must be between 1 and n_group = {n_group}")
+    reachable = E if topk_method == "greedy" else E // n_group * topk_group
+    if not 1 <= top_k <= reachable:
+        raise ValueError(f"route: top_k = {top_k} must be between 1 and the {reachable} experts of the chosen groups")

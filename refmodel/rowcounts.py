@@ -1,0 +1,99 @@
+"""Which row counts a BLAS product may be called with, so that a row's bits do not depend on its neighbours.
+
+BLAS picks kernels by shape, and on some processors a row's last bits depend on how many rows are multiplied with it
+or on where it stands. So products over token rows are called only with row counts from an allowed set: ANCHOR, and
+every candidate whose result on a probe equals the anchor's bit for bit in every position.
+"""
+
+import numpy as np
+
+ANCHOR = 8
+CANDIDATES = (1, 2, 4, 16, 32, 64, 128, 256, 512)
+_ASCENDING = sorted((ANCHOR, *CANDIDATES))
+_PROBE_ROWS = 32
+# Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
+_OWN_MATRIX = 1 << 22
+
+
+class RowCounts:
+    """Allowed row counts for one (K, N, dtype, layout); each candidate is probed when it is first wanted."""
+
+    def __init__(self, matrix: np.ndarray):
+        self._matrix = matrix if matrix.size > _OWN_MATRIX else _like(matrix)
+        self._rows = _probe_rows(matrix.shape[0], matrix.dtype)  # [32, K]
+        self._expected = _in_chunks(self._rows, self._matrix, ANCHOR)  # [32, N]
+        self._plans: dict = {}
+        self._allowed = {ANCHOR: self._holds(ANCHOR)}
+        #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
+        self.anchored = self._allowed[ANCHOR]
+
+    def allowed(self, count: int) -> bool:
+        """Whether `count` rows at once give each row the anchor's bits."""
+        if not self.anchored:
+            return count == 1
+        if count not in self._allowed:
+            self._allowed[count] = self._holds(count)
+        return self._allowed[count]
+
+    def _holds(self, count: int) -> bool:
+        rows, expected = self._rows, self._expected
+        if count > _PROBE_ROWS:
+            repeat = count // _PROBE_ROWS
+            rows, expected = np.tile(rows, (repeat, 1)), np.tile(expected, (repeat, 1))
+        # a short chunk shows every probe row in every position; a long one holds each in many positions already
+        shifts = range(count) if count <= ANCHOR else (0, 1, 6, 11) if count <= _PROBE_ROWS else (0, 5)
+        for shift in shifts:
+            turned = np.ascontiguousarray(np.roll(rows, shift, axis=0))
+            if not np.array_equal(_in_chunks(turned, self._matrix, count), np.roll(expected, shift, axis=0)):
+                return False
+        return True
+
+    def plan(self, rows: int) -> list[tuple[int, int]]:
+        """Split `rows` into (start, count) calls with allowed counts; the last may reach past the end (zero rows)."""
+        if rows not in self._plans:
+            calls, start = [], 0
+            while start < rows:
+                calls.append((start, self._next(rows - start)))
+                start += calls[-1][1]
+            self._plans[rows] = calls
+        return self._plans[rows]
+
+    def _next(self, left: int) -> int:
+        if not self.anchored:
+            return 1
+        for count in _ASCENDING:  # the smallest count that takes all that is left, unless padding would cost too much
+            padding_pays = count <= ANCHOR or (count < 2 * left if count <= 32 else count <= left + left // 8)
+            if count >= left and padding_pays and self.allowed(count):
+                return count
+        return max(count for count in _ASCENDING if count <= max(left, ANCHOR) and self.allowed(count))
+
+
+def _like(matrix):
+    """A matrix of the same shape and layout, filled from a short irregular pattern: a probe must not be special."""
+    rng = np.random.default_rng(12345)
+    pattern = rng.standard_normal(4099) * np.exp2(rng.integers(-8, 9, 4099))
+    filled = np.resize(pattern, matrix.size).astype(matrix.dtype)
+    if matrix.flags.c_contiguous:
+        return filled.reshape(matrix.shape)
+    return filled.reshape(matrix.shape[::-1]).T
+
+
+def _probe_rows(K, dtype):
+    rng = np.random.default_rng(54321)
+    rows = rng.standard_normal((_PROBE_ROWS, K)) * np.exp2(rng.integers(-12, 13, (_PROBE_ROWS, K)))
+    return rows.astype(dtype)
+
+
+def _in_chunks(rows, matrix, count):
+    return np.matmul(rows.reshape(-1, count, rows.shape[1]), matrix).reshape(len(rows), -1)
+
+
+_KNOWN: dict = {}  # a fact about the BLAS of this process, found once
+
+
+def row_counts(matrix: np.ndarray) -> RowCounts:
+    """RowCounts for a [K, N] operand: C-contiguous, or the transposed view of a C-contiguous [N, K]."""
+    key = (*matrix.shape, matrix.dtype.str, matrix.flags.c_contiguous)
+    if key not in _KNOWN:
+        _KNOWN[key] = RowCounts(matrix)
+    return _KNOWN[key]
