@@ -1,12 +1,16 @@
 """The dialects by name."""
 
+from parallel.dispatch.collectives import AllGatherExchange, AllToAllVExchange
+from parallel.dispatch.elastic_direct import ElasticDirectExchange
+from parallel.dispatch.elastic_hybrid import ElasticHybridExchange
 from parallel.dispatch.exchange import Exchange
 from parallel.dispatch.low_latency import LowLatencyExchange
 from parallel.dispatch.normal_internode import NormalInternodeExchange
 from parallel.dispatch.normal_intranode import NormalIntranodeExchange
 from parallel.network import Network
 
-DIALECTS = ("normal", "low_latency")
+DIALECTS = ("normal", "low_latency", "elastic", "allgather", "alltoallv")
+ELASTIC_MODES = ("hybrid", "direct", "single")
 
 
 def make_exchange(
@@ -21,13 +25,20 @@ def make_exchange(
 ) -> Exchange:
     """One rank's exchange of one layer and micro-batch, in the named dialect.
 
-    `num_experts` counts physical experts. `options` are the dialect's own (`arrival_seed`, ...).
-    Raises ValueError for an unknown dialect or option.
+    `num_experts` counts physical experts. `options` are the dialect's own: `arrival_seed` and `logfmt` for
+    low_latency, `mode` ("hybrid" by default; "direct" on one node) and `num_max_tokens_per_rank` for elastic.
+    Raises ValueError for an unknown dialect, mode or option.
     """
     several = network.topology.num_nodes > 1
+    mode = options.get("mode", "hybrid")
+    if dialect == "elastic" and mode not in ELASTIC_MODES:
+        raise ValueError(f"mode = {mode!r} is none of {', '.join(ELASTIC_MODES)}")
     classes = {
         "normal": NormalInternodeExchange if several else NormalIntranodeExchange,
         "low_latency": LowLatencyExchange,
+        "elastic": ElasticHybridExchange if several and mode == "hybrid" else ElasticDirectExchange,
+        "allgather": AllGatherExchange,
+        "alltoallv": AllToAllVExchange,
     }
     if dialect not in classes:
         raise ValueError(f"dispatch = {dialect!r} is none of {', '.join(DIALECTS)}")

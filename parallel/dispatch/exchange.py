@@ -69,19 +69,17 @@ class Exchange:
 
     def ready(self, stage: str) -> bool:
         """Could this stage run now?"""
-        awaited = self._awaits(stage)
-        return awaited is None or self.network.ready(self.rank, *awaited)
+        return all(self.network.ready(self.rank, tag, sources) for tag, sources in self._awaits(stage))
 
     def waits_for(self, stage: str) -> list[int]:
         """Ranks whose packet this stage still needs."""
-        awaited = self._awaits(stage)
-        return [] if awaited is None else self.network.missing(self.rank, *awaited)
+        return [rank for tag, sources in self._awaits(stage) for rank in self.network.missing(self.rank, tag, sources)]
 
-    def _awaits(self, stage: str) -> tuple[Tag, tuple[int, ...] | None] | None:
-        """(tag, sources or None for all ranks) of a receiving stage; None if it waits for nothing."""
+    def _awaits(self, stage: str) -> tuple[tuple[Tag, tuple[int, ...] | None], ...]:
+        """(tag, sources or None for all ranks) of all that a stage receives."""
         if stage not in STAGES:
             raise ValueError(f"stage {stage!r} is none of {', '.join(STAGES)}")
-        return None
+        return ()
 
     # For the dialects.
 
@@ -89,7 +87,9 @@ class Exchange:
         return Tag(stage, self.layer, self.micro_batch, self.step)
 
     def _receive(self, stage: str) -> Received:
-        return self.network.receive(self.rank, *self._awaits(stage))
+        """The one exchange that this stage waits for."""
+        ((tag, sources),) = self._awaits(stage)
+        return self.network.receive(self.rank, tag, sources)
 
     def _checked(self, x, topk_idx, topk_weights) -> tuple[np.ndarray, np.ndarray]:
         topk_idx = check_topk_idx(topk_idx, self.num_experts, self.topology)

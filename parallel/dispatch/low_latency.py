@@ -70,7 +70,7 @@ class LowLatencyExchange(Exchange):
     def _awaits(self, stage):
         super()._awaits(stage)
         sends = {"dispatch_recv": "dispatch_send", "combine_recv": "combine_send"}
-        return (self._tag(sends[stage]), None) if stage in sends else None
+        return ((self._tag(sends[stage]), None),) if stage in sends else ()
 
     def _arrival_order(self, expert: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Rows [M] sorted by expert; source ranks' blocks stay whole."""

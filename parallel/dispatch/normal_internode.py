@@ -10,8 +10,9 @@ import numpy as np
 
 from parallel.dispatch.exchange import Exchange, Pairs
 from parallel.dispatch.layout import localize, node_mask, order_by, selected_units, send_order
-from parallel.dispatch.normal_intranode import LocalPairs, sum_by_token
+from parallel.dispatch.local_pairs import LocalPairs
 from parallel.dispatch.payload import array_row_bytes, join_payload, padding_array, payload_arrays, take_rows
+from parallel.dispatch.rank_rows import sum_by_token
 
 ALIGNMENT = 16  # bytes of a row in the forwarding buffers
 RANK_WORDS = 8  # words that DeepEP's notification reserves for the ranks of a node
@@ -91,7 +92,7 @@ class NormalInternodeExchange(Exchange):
         return Pairs(join_payload(arrays), self._pairs.row, self._pairs.expert)
 
     def combine_send(self, rows):
-        partial = self._pairs.reduce(self._check_pairs(rows, len(self._pairs.row)))
+        partial = self._pairs.reduce(self._check_pairs(rows, len(self._pairs)))
         self._send_back("combine_send", partial, self._recv_meta, self._peers, self._from_peers)
 
     def combine_forward(self):
@@ -106,11 +107,11 @@ class NormalInternodeExchange(Exchange):
     def _awaits(self, stage):
         super()._awaits(stage)
         return {
-            "dispatch_forward": (self._tag("dispatch_send"), self._rails),
-            "dispatch_recv": (self._tag("dispatch_forward"), self._peers),
-            "combine_forward": (self._tag("combine_send"), self._peers),
-            "combine_recv": (self._tag("combine_forward"), self._rails),
-        }.get(stage)
+            "dispatch_forward": ((self._tag("dispatch_send"), self._rails),),
+            "dispatch_recv": ((self._tag("dispatch_forward"), self._peers),),
+            "combine_forward": ((self._tag("combine_send"), self._peers),),
+            "combine_recv": ((self._tag("combine_forward"), self._rails),),
+        }.get(stage, ())
 
     def _source_meta(self, in_rank: np.ndarray, node: np.ndarray) -> np.ndarray:
         """int32 [n, 2]: the source's node and the ranks of the target node that need the row, as bits."""

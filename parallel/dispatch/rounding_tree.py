@@ -33,9 +33,7 @@ def ordered_sum(
     block = max(1, _BLOCK // max(1, width))
     for first in range(0, groups, block):
         part = slice(first, min(first + block, groups))
-        total = np.zeros((part.stop - first, width), wide)
-        if initial is not None:
-            total += initial[part]
+        total = np.zeros((part.stop - first, width), wide) if initial is None else initial[part].astype(wide)
         _add_terms(total, rows, index, starts[part], counts[part], weights)
         out[part] = total.astype(rows.dtype, copy=False)
     return out

@@ -104,3 +104,25 @@ def run_exchange(dialect, topology, num_experts, x, idx, weights, network=None, 
     each(lambda r: y.update({r: exchanges[r].combine_recv()}))
     assert network.pending() == []
     return [y[r] for r in ranks], exchanges, network
+
+
+def elastic_tree(outputs, topk_idx, topk_weights, num_experts, topology, mode):
+    """Partial sums stand at the last slot that they serve; every sum runs over the slots in order."""
+    tokens, slots, width = outputs.shape
+    dtype = outputs.dtype
+    per_rank = num_experts // topology.num_ranks
+    units = {"single": [], "direct": [per_rank], "hybrid": [per_rank, per_rank * topology.ranks_per_node]}[mode]
+    y = np.zeros((tokens, width), dtype)
+    for t in range(tokens):
+        terms = {}
+        for j in range(slots):
+            if topk_idx[t, j] >= 0:
+                terms[j] = outputs[t, j].astype(wide(dtype)) * wide(dtype)(topk_weights[t, j])
+        for size in units:
+            groups = {}
+            for j in sorted(terms):
+                groups.setdefault(topk_idx[t, j] // size, []).append(j)
+            terms = {slots[-1]: add_up([terms[j] for j in slots], dtype) for slots in groups.values()}
+        if terms:
+            y[t] = add_up([terms[j] for j in sorted(terms)], dtype)
+    return y

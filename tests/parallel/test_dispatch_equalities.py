@@ -1,7 +1,7 @@
 """Every dialect's combine equals its rounding tree, bit for bit."""
 
 import numpy as np
-from dispatch_oracle import BF16, all_outputs, plain_sum, random_batch, run_exchange, tree_sum
+from dispatch_oracle import BF16, all_outputs, elastic_tree, plain_sum, random_batch, run_exchange, tree_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +47,26 @@ def test_normal_is_its_rounding_tree(batch):
         outputs = all_outputs(x[rank], idx[rank])
         by_node = topology.num_nodes > 1
         same_bits(y[rank], tree_sum(outputs, idx[rank], weights[rank], num_experts, topology, by_node))
+
+
+@settings(max_examples=80)
+@given(batches(), st.sampled_from(["hybrid", "direct", "single"]))
+def test_elastic_is_its_rounding_tree(batch, mode):
+    topology, num_experts, (x, idx, weights), rng = batch
+    y, _, _ = run_exchange("elastic", topology, num_experts, x, idx, weights, rng=rng, mode=mode)
+    for rank in range(topology.num_ranks):
+        outputs = all_outputs(x[rank], idx[rank])
+        same_bits(y[rank], elastic_tree(outputs, idx[rank], weights[rank], num_experts, topology, mode))
+
+
+@settings(max_examples=80)
+@given(batches(), st.sampled_from(["allgather", "alltoallv"]))
+def test_collectives_reduce_as_normal_on_one_node(batch, dialect):
+    topology, num_experts, (x, idx, weights), rng = batch
+    y, _, _ = run_exchange(dialect, topology, num_experts, x, idx, weights, rng=rng)
+    for rank in range(topology.num_ranks):
+        outputs = all_outputs(x[rank], idx[rank])
+        same_bits(y[rank], tree_sum(outputs, idx[rank], weights[rank], num_experts, topology, False))
 
 
 def test_the_trees_do_differ_in_bfloat16():
