@@ -12,6 +12,8 @@ from fp8.rounding import to_bfloat16
 
 _SLAB = 1 << 15  # elements quantised at a time, so that temporaries stay in a core's cache
 
+_BFLOAT16_MAX = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+
 
 def num_blocks(size: int, block: int) -> int:
     """How many blocks cover `size`; the last one may be partial."""
@@ -68,18 +70,27 @@ class BlockScaled:
         dtype = np.dtype(dtype)
         if dtype not in (np.float32, np.float64, ml_dtypes.bfloat16):
             raise ValueError(f"dequantize gives float64, float32 or bfloat16, not {dtype}")
-        if self.codes.ndim > 2:
-            stack = [self[i].dequantize(dtype) for i in range(self.codes.shape[0])]
-            return np.stack(stack) if stack else np.empty(self.codes.shape, dtype)
-        compute = np.float32 if dtype == np.float32 else np.float64
-        num_rows, num_columns = self.codes.shape
         out = np.empty(self.codes.shape, dtype)
-        for block_row in range(self.scale.shape[0]):
-            rows = slice(block_row * self.block[0], (block_row + 1) * self.block[0])
-            scale = np.repeat(self.scale[block_row].astype(compute), self.block[1])[:num_columns]
-            value = decode(self.codes[rows], compute) * scale
+        if self.codes.ndim > 2:
+            for index in range(self.codes.shape[0]):
+                out[index] = self[index].dequantize(dtype)
+            return out
+        slab = max(1, _SLAB // (self.block[0] * max(self.codes.shape[1], 1)))  # block rows at a time
+        for first in range(0, self.scale.shape[0], slab):
+            rows = slice(first * self.block[0], (first + slab) * self.block[0])
+            value = self._scaled_rows(rows, self.scale[first : first + slab], dtype)
             out[rows] = to_bfloat16(value) if dtype == ml_dtypes.bfloat16 else value
         return out
+
+    def _scaled_rows(self, rows: slice, scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """code * scale of some block rows: in float32 for float32, else in float64, where it is exact."""
+        compute = np.float32 if dtype == np.float32 else np.float64
+        value = decode(self.codes[rows], compute)
+        scale = np.repeat(scale.astype(compute), self.block[0], axis=0)[: value.shape[0]]
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            for index in range(scale.shape[1]):
+                value[:, index * self.block[1] : (index + 1) * self.block[1]] *= scale[:, index, None]
+        return value
 
 
 def quantize(
@@ -118,6 +129,7 @@ def _quantize_matrix(x, block, recipe, scale_format, codes, scale) -> None:
     """Fill codes [M, K] and scale [Mb, Kb] of one matrix, a slab of whole block rows at a time."""
     num_rows, num_columns = x.shape
     table = encode_table(E4M3, recipe.overflow)
+    largest = _BFLOAT16_MAX if x.dtype == ml_dtypes.bfloat16 else np.finfo(np.float32).max
     padded = scale.shape[1] * block[1]
     slab_blocks = max(1, _SLAB // (block[0] * padded))
     for first in range(0, scale.shape[0], slab_blocks):
@@ -126,7 +138,7 @@ def _quantize_matrix(x, block, recipe, scale_format, codes, scale) -> None:
         slab[: rows.stop - rows.start, :num_columns] = x[rows]
         blocks = slab.reshape(-1, block[0], scale.shape[1], block[1])
         amax = np.abs(blocks).max(axis=3).max(axis=1)  # [blocks, Kb]
-        scaling = block_scaling(amax, recipe, scale_format)
+        scaling = block_scaling(amax, recipe, scale_format, largest)
         scale[first : first + slab_blocks] = scaling.scale
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
             operation = np.divide if scaling.divide else np.multiply

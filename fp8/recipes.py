@@ -61,9 +61,10 @@ class Scaling(NamedTuple):
     divide: bool
 
 
-def block_scaling(amax: np.ndarray, recipe: Recipe, scale_format: str) -> Scaling:
+def block_scaling(amax: np.ndarray, recipe: Recipe, scale_format: str, largest=_FLOAT32_MAX) -> Scaling:
     """The scales of blocks with these largest magnitudes (float32, any shape), by the recipe's formulas.
 
+    largest: the input dtype's largest value, which replaces an infinite quantisation scale where the recipe has one.
     Raises ValueError if the implementation does not offer `scale_format`.
     """
     if scale_format not in recipe.scale_formats:
@@ -73,7 +74,7 @@ def block_scaling(amax: np.ndarray, recipe: Recipe, scale_format: str) -> Scalin
     amax = np.maximum(amax, np.float32(recipe.amax_floor))
     with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
         if recipe.scale.startswith("1 /"):
-            return _by_quant_scale(amax, recipe, scale_format)
+            return _by_quant_scale(amax, recipe, scale_format, largest)
         scale = amax / _MAX if recipe.scale == "amax / 448" else amax * _INVERSE_MAX
         if scale_format == "ue8m0":
             scale = ceil_power_of_two(scale) if recipe.power_of_two == "bits" else ceil_power_of_two_by_log2(scale)
@@ -84,14 +85,14 @@ def block_scaling(amax: np.ndarray, recipe: Recipe, scale_format: str) -> Scalin
         return Scaling(scale, factor, divide=False)
 
 
-def _by_quant_scale(amax: np.ndarray, recipe: Recipe, scale_format: str) -> Scaling:
+def _by_quant_scale(amax: np.ndarray, recipe: Recipe, scale_format: str, largest) -> Scaling:
     """Libraries that compute the quantisation scale first and store its reciprocal."""
     if recipe.scale == "1 / (448 / amax)":
         quant = _MAX / amax
     else:
         quant = (np.float64(448.0) / amax.astype(np.float64)).astype(np.float32)
     if recipe.zero_amax_is_one:
-        quant = np.where(np.isinf(quant), _FLOAT32_MAX, quant)
+        quant = np.where(np.isinf(quant), np.float32(largest), quant)
         quant = np.where((amax == 0) | ~np.isfinite(amax), np.float32(1.0), quant)
     if scale_format == "ue8m0":
         quant = floor_power_of_two(quant)

@@ -50,3 +50,25 @@ def to_bfloat16(x) -> np.ndarray:
     for start in range(0, flat.size, _CHUNK):
         out[start : start + _CHUNK] = float32_carrier(flat[start : start + _CHUNK])
     return out.reshape(x.shape)
+
+
+def add_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """float64 x + y rounded to odd: an inexact sum gets an odd last bit, so that a later rounding to float32 is right.
+
+    Boldo and Melquiond, "When double rounding is odd" (2005). Non-finite sums stay as they are.
+    """
+    total = np.asarray(x + y)
+    with np.errstate(invalid="ignore"):
+        y_part = total - x
+        error = (x - (total - y_part)) + (y - y_part)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (error != 0) & ((bits & 1) == 0)
+    bits += np.where(inexact, np.where((error > 0) == (total > 0), 1, -1), 0)
+    return total
+
+
+def fma32(x, y, z) -> np.ndarray:
+    """float32 x * y + z with a single rounding, as a GPU's or CPU's fused multiply-add gives it."""
+    x, y, z = (np.asarray(value, np.float32).astype(np.float64) for value in (x, y, z))
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        return add_to_odd(x * y, z).astype(np.float32)

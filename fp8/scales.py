@@ -22,6 +22,17 @@ def is_power_of_two(scale) -> np.ndarray:
     return (mantissa == 0.5) & (exponent - 1 >= -127)
 
 
+def require_powers_of_two(scale, what: str) -> None:
+    """Raise ValueError, with the count, if some of the scales are not powers of two that E8M0 holds."""
+    bad = ~is_power_of_two(scale)
+    if bad.any():
+        raise ValueError(
+            f"{np.count_nonzero(bad)} of {bad.size} scales are not powers of two from 2^-127 to 2^127 (the first is "
+            f"{float(np.asarray(scale)[bad][0])!r}), but {what} keeps only the exponent and would cut the rest off; "
+            "quantise with scale_format='ue8m0', which rounds the scale before the values are scaled"
+        )
+
+
 def ceil_power_of_two(scale) -> np.ndarray:
     """The smallest power of two not below each scale, from the exponent bits; at least 2^-126, at most 2^127.
 
