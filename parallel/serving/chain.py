@@ -42,9 +42,9 @@ class Target:
             self.pending.setdefault(key, {})[version] = data
 
     def commit(self, key, version: int) -> None:
-        """Make a pending version the committed one and forget the older ones."""
+        """Make a pending version the committed one, unless that is newer, and forget the older ones."""
         held = self.pending.get(key, {})
-        if version in held:
+        if version in held and version > self.version(key):  # a copy from the tail may have overtaken it
             self.committed[key] = (version, held[version])
         newer = {v: data for v, data in held.items() if v > self.version(key)}
         self.pending.pop(key, None)
