@@ -1,68 +1,22 @@
 """The emulated network: the only way from one rank to others, and every byte that takes it enters the ledger."""
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from parallel.ledger import Ledger, Tag
+from parallel.messages import Outgoing, Pool, Received, describe, join_parts, some_ranks
 from parallel.topology import Topology
 
 __all__ = ["Network", "NotDelivered", "Outgoing", "Received", "Tag"]
 
 
+_MANY_RANKS = 16  # from here on an exchange is put together as a whole
+
+
 class NotDelivered(ValueError):
     """A rank wanted to receive what has not arrived; names the rank, the layer, the message and the sources."""
-
-
-class Received(NamedTuple):
-    """What one rank got in one exchange, sources in the order asked for."""
-
-    sources: tuple[int, ...]
-    counts: np.ndarray  # int64 [S] rows from each source
-    arrays: dict[str, np.ndarray]  # name -> [sum(counts), ...], read-only where nothing had to be joined
-    control: np.ndarray | None  # int32 or int64 [sources that sent control words, words]; None if there is none
-
-
-class Outgoing(NamedTuple):
-    """One source's part of an exchange: rows `starts[d]` to `starts[d] + splits[d]` of each array go to rank d."""
-
-    arrays: dict[str, np.ndarray]
-    classes: dict[str, str]
-    starts: np.ndarray  # int64 [R]
-    splits: np.ndarray  # int64 [R]
-    destinations: tuple[int, ...]
-    control: np.ndarray | None  # [number of control destinations, words]
-    control_to: tuple[int, ...]
-    offsets: dict[str, np.ndarray]  # ragged array -> int64 [rows + 1], where each row's bytes begin
-
-    def row_bytes(self) -> dict[str, int]:
-        """Bytes of one row by class, without the ragged arrays."""
-        sizes: dict[str, int] = {}
-        for name, array in self.arrays.items():
-            if name not in self.offsets:
-                width = array.itemsize * math.prod(array.shape[1:])
-                sizes[self.classes[name]] = sizes.get(self.classes[name], 0) + width
-        return sizes
-
-    def ragged_bytes(self) -> dict[str, np.ndarray]:
-        """int64 [R] bytes for each destination by class, of the ragged arrays."""
-        stop = self.starts + self.splits
-        return {self.classes[name]: offset[stop] - offset[self.starts] for name, offset in self.offsets.items()}
-
-    def part(self, name: str, dst: int) -> np.ndarray:
-        """What of an array goes to `dst` (a view)."""
-        start, stop = int(self.starts[dst]), int(self.starts[dst] + self.splits[dst])
-        if name in self.offsets:
-            start, stop = int(self.offsets[name][start]), int(self.offsets[name][stop])
-        return self.arrays[name][start:stop]
-
-    def control_for(self, dst: int) -> np.ndarray | None:
-        """The control words for `dst`, if there are any."""
-        position = _positions(self.control_to).get(dst)
-        return None if position is None else self.control[position]
 
 
 class Network:
@@ -78,7 +32,8 @@ class Network:
         self._all = tuple(range(topology.num_ranks))
         self._sent: dict[Tag, dict[int, Outgoing]] = {}
         self._left: dict[Tag, int] = {}  # parts sent and not yet taken
-        self._taken: dict[Tag, set[tuple[int, int]]] = {}
+        self._taken: dict[Tag, np.ndarray] = {}
+        self._pools: dict[Tag, Pool | None] = {}
 
     def send_rows(
         self,
@@ -109,9 +64,7 @@ class Network:
 
     def ready(self, dst: int, tag: Tag, sources: Sequence[int] | None = None) -> bool:
         """Has every one of `sources` (all ranks by default) sent its packet of this exchange to `dst`?"""
-        sent = self._sent.get(tag)
-        if sent is None:
-            return False
+        sent = self._sent.get(tag, ())
         return len(sent) == len(self._all) or all(source in sent for source in (sources or self._all))
 
     def missing(self, dst: int, tag: Tag, sources: Sequence[int] | None = None) -> list[int]:
@@ -120,17 +73,17 @@ class Network:
         return [source for source in (sources or self._all) if source not in sent]
 
     def receive(self, dst: int, tag: Tag, sources: Sequence[int] | None = None) -> Received:
-        """Take what `sources` sent to `dst`; rows of one array stand together, in the order of `sources`.
+        """Take what `sources` (all ranks by default) sent to `dst`; rows of an array stand in the order of `sources`.
 
         Raises NotDelivered if a source has not sent yet, and ValueError if `dst` took its part before.
         """
         sources = self._all if sources is None else tuple(sources)
-        missing = self.missing(dst, tag, sources)
-        if missing:
-            raise NotDelivered(f"rank {dst} has not received {describe(tag)} from rank(s) {_some(missing)}")
-        sent = self._sent[tag]
+        if not self.ready(dst, tag, sources):
+            missing = self.missing(dst, tag, sources)
+            raise NotDelivered(f"rank {dst} has not received {describe(tag)} from rank(s) {some_ranks(missing)}")
+        received = self._join(dst, tag, sources)
         self._take(dst, tag, sources)
-        return join_parts(dst, sources, [sent[source] for source in sources])
+        return received
 
     def pending(self) -> list[tuple[Tag, int]]:
         """Exchanges of which a part was sent and not taken, with the number of such parts."""
@@ -170,35 +123,28 @@ class Network:
         self._sent.setdefault(tag, {})[src] = outgoing
         self._left[tag] = self._left.get(tag, 0) + len(outgoing.destinations)
 
+    def _join(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> Received:
+        sent = self._sent[tag]
+        if sources != self._all or len(sources) < _MANY_RANKS:
+            return join_parts(dst, sources, [sent[source] for source in sources])
+        if tag not in self._pools:
+            self._pools[tag] = Pool.of([sent[source] for source in sources])
+        pool = self._pools[tag]
+        if pool is None:
+            return join_parts(dst, sources, [sent[source] for source in sources])
+        return pool.part(dst, sources)
+
     def _take(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> None:
-        taken = self._taken.setdefault(tag, set())
-        again = [source for source in sources if (source, dst) in taken]
-        if again:
-            raise ValueError(f"rank {dst} received {describe(tag)} from rank(s) {_some(again)} twice")
-        taken.update((source, dst) for source in sources)
+        taken = self._taken.setdefault(tag, np.zeros((len(self._all), len(self._all)), bool))  # [source, destination]
+        chosen = slice(None) if sources == self._all else list(sources)
+        if taken[chosen, dst].any():
+            again = [source for source in sources if taken[source, dst]]
+            raise ValueError(f"rank {dst} received {describe(tag)} from rank(s) {some_ranks(again)} twice")
+        taken[chosen, dst] = True
         self._left[tag] -= len(sources)
         if not self._left[tag] and len(self._sent[tag]) == len(self._all):
-            for table in (self._left, self._taken):
-                del table[tag]
-            self._sent.pop(tag)
-
-
-def join_parts(dst: int, sources: tuple[int, ...], parts: list[Outgoing]) -> Received:
-    """Put together what `sources` have for `dst`."""
-    counts = [int(part.splits[dst]) for part in parts]
-    filled = [part for part, count in zip(parts, counts) if count] or parts[:1]
-    arrays = {}
-    for name in parts[0].arrays:
-        pieces = [part.part(name, dst) for part in filled]
-        arrays[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    control = [words for part in parts if (words := part.control_for(dst)) is not None]
-    return Received(sources, np.array(counts, np.int64), arrays, np.array(control) if control else None)
-
-
-@lru_cache(maxsize=4096)
-def _positions(ranks: tuple[int, ...]) -> dict[int, int]:
-    """Where each rank stands in `ranks`."""
-    return {rank: position for position, rank in enumerate(ranks)}
+            for table in (self._sent, self._left, self._taken, self._pools):
+                table.pop(tag, None)
 
 
 @lru_cache(maxsize=4096)
@@ -209,22 +155,9 @@ def _one_each(ranks: tuple[int, ...], count: int) -> np.ndarray:
     return rows
 
 
-def describe(tag: Tag) -> str:
-    """The name of a message in an error."""
-    request = "" if tag.request is None else f", request {tag.request}"
-    hop = f" ({tag.hop})" if tag.hop else ""
-    return f"layer {tag.layer}, message {tag.stage}{hop} of micro-batch {tag.micro_batch}, step {tag.step}{request}"
-
-
 def _owned(array: np.ndarray) -> np.ndarray:
     """A read-only array of which no one else holds a writable view."""
     if not array.flags.owndata or array.base is not None:
         array = array.copy()
     array.setflags(write=False)
     return array
-
-
-def _some(ranks: list[int]) -> str:
-    """The first few of many ranks."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

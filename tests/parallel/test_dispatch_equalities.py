@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from parallel.topology import Topology
 
 DTYPES = (BF16, np.float32, np.float64)
-TOPOLOGIES = (Topology(1), Topology(2), Topology(4), Topology(8), Topology(4, 2), Topology(8, 4), Topology(8, 2))
+TOPOLOGIES = (
+    Topology(1),
+    Topology(2),
+    Topology(4),
+    Topology(8),
+    Topology(4, 2),
+    Topology(8, 4),
+    Topology(8, 2),
+    Topology(16, 4),
+    Topology(16, 16),
+)
 
 
 @st.composite
