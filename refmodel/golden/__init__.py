@@ -1,0 +1,26 @@
+"""Golden files, and the comparison of anything dumped with them."""
+
+from refmodel.golden.bundle import Bundle, content_hash, read_bundle, write_bundle
+from refmodel.golden.compare import compare
+from refmodel.golden.dump import Dump, open_dump
+from refmodel.golden.metrics import Difference, measure
+from refmodel.golden.report import Report, TensorResult
+from refmodel.golden.tolerance import EXACT, Tolerance, reproduce, suggest
+
+__all__ = [
+    "EXACT",
+    "Bundle",
+    "Difference",
+    "Dump",
+    "Report",
+    "TensorResult",
+    "Tolerance",
+    "compare",
+    "content_hash",
+    "measure",
+    "open_dump",
+    "read_bundle",
+    "reproduce",
+    "suggest",
+    "write_bundle",
+]

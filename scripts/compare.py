@@ -1,0 +1,96 @@
+"""Compare two dumps of tensors and name the first that diverges: refmodel compare golden.safetensors dump.npz
+
+Exit code 0: every tensor holds; 1: one does not; 2: could not compare. Either side is a .safetensors, .npz, .npy or
+.pt file, a folder of those, or a folder of SGLang's dumper.
+"""
+
+import argparse
+import json
+import math
+import sys
+
+from refmodel.golden.compare import compare
+from refmodel.golden.rules import parse_rule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `refmodel compare`."""
+    parser.add_argument("reference", help="golden file or dump that is taken as right")
+    parser.add_argument("actual", help="dump to judge")
+    tolerance = parser.add_argument_group("tolerance", "default: the golden's own, else what dtype and depth suggest")
+    tolerance.add_argument("--rtol", type=float, help="part of |reference| for all floating-point tensors")
+    tolerance.add_argument("--atol", type=float, help="absolute error for all floating-point tensors")
+    tolerance.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="REGEX=RULE",
+        help="rule for the names that match, first match wins: 'router=exact', 'attn=rtol:1e-2,rms:1e-3,ulps:2'",
+    )
+    tolerance.add_argument(
+        "--mode", choices=("suggested", "reproduce", "exact"), help="ignore the golden's rules and use these"
+    )
+    tolerance.add_argument("--tie-margin", type=float, help="a routing flip at a margin up to this is no fault")
+    names = parser.add_argument_group("names")
+    names.add_argument("--only", metavar="REGEX", help="compare only names that match")
+    names.add_argument("--ignore-missing", action="store_true", help="names only in the reference are no fault")
+    names.add_argument("--ignore-extra", action="store_true", help="names only in the actual dump are no fault")
+    names.add_argument("--ignore-dtype", action="store_true", help="another dtype with good values is no fault")
+    names.add_argument(
+        "--valid", action="append", default=[], metavar="REGEX=TENSOR", help="rows that TENSOR says hold something"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="all tensors in full")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _tolerances(args: argparse.Namespace):
+    rules = dict(parse_rule(text) for text in args.rule)
+    if rules and args.mode:
+        raise ValueError("--rule and --mode are both given; --rule refines the default, --mode replaces it: give one")
+    if rules and (args.rtol is not None or args.atol is not None):
+        raise ValueError("--rule and --rtol/--atol are both given; write --rule '.=rtol:X,atol:Y' last instead")
+    return rules or args.mode
+
+
+def _valid(args: argparse.Namespace) -> dict[str, str]:
+    pairs = {}
+    for text in args.valid:
+        pattern, sign, tensor = text.rpartition("=")
+        if not sign or not pattern or not tensor:
+            raise ValueError(f"--valid {text!r}: the form 'REGEX=TENSOR' is required")
+        pairs[pattern] = tensor
+    return pairs
+
+
+def plain(value):
+    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print, and return 0 if every tensor holds, else 1."""
+    report = compare(
+        args.reference,
+        args.actual,
+        _tolerances(args),
+        rtol=args.rtol,
+        atol=args.atol,
+        tie_margin=args.tie_margin,
+        missing="ignore" if args.ignore_missing else "error",
+        extra="ignore" if args.ignore_extra else "error",
+        dtypes="ignore" if args.ignore_dtype else "error",
+        only=args.only,
+        valid=_valid(args),
+    )
+    if args.json:
+        json.dump(plain(report.to_json()), sys.stdout, indent=1)
+        print()
+    else:
+        print(report.to_text(verbose=args.verbose))
+    return report.exit_code

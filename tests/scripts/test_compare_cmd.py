@@ -1,0 +1,115 @@
+import argparse
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from refmodel.golden import write_bundle
+from refmodel.tensor_file import save_tensors
+from scripts import compare
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    return compare.run(parser.parse_args([str(a) for a in arguments]))
+
+
+@pytest.fixture
+def files(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {
+        "embed.hidden": rng.standard_normal((4, 8)).astype(np.float32),
+        "layers.0.attn_core.out": rng.standard_normal((4, 8)).astype(np.float32),
+    }
+    write_bundle(tmp_path / "golden.safetensors", tensors, None, "float32")
+    np.savez(tmp_path / "same.npz", **tensors)
+    tensors["layers.0.attn_core.out"] = tensors["layers.0.attn_core.out"] * np.float32(2.5)
+    np.savez(tmp_path / "scaled.npz", **tensors)
+    return tmp_path
+
+
+def test_exit_codes_and_headline(files, capsys):
+    assert run(files / "golden.safetensors", files / "same.npz") == 0
+    assert capsys.readouterr().out.startswith("equal: 2 tensors, 2 bit for bit")
+    assert run(files / "golden.safetensors", files / "scaled.npz") == 1
+    out = capsys.readouterr().out
+    assert out.startswith("layers.0.attn_core.out diverges first: 32 of 32 elements outside tolerance")
+    assert "looks: scaled by 2.5" in out.splitlines()[0]
+
+
+def test_json_is_valid_even_with_nan(files, capsys):
+    np.savez(files / "nan.npz", **{"embed.hidden": np.full((4, 8), np.nan, np.float32)})
+    assert run(files / "golden.safetensors", files / "nan.npz", "--json") == 1
+    values = json.loads(capsys.readouterr().out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert values["exit_code"] == 1
+    assert values["counts"] == {"differs": 1, "missing": 1}
+    assert values["tensors"][0]["metrics"]["nan_actual"] == 32
+
+
+def test_rules_by_pattern(files, capsys):
+    pair = (files / "golden.safetensors", files / "scaled.npz")
+    assert run(*pair, "--rule", "attn=rtol:2") == 0
+    assert run(*pair, "--rule", "attn=exact") == 1
+    assert run(*pair, "--rule", "embed=rtol:2") == 1
+    assert run(*pair, "--rtol", 1.6) == 0
+    assert run(*pair, "--atol", 0.001) == 1
+    assert run(*pair, "--only", "embed") == 0
+    assert run(*pair, "--mode", "exact") == 1
+    capsys.readouterr()
+
+
+def test_missing_extra_and_dtype_can_be_ignored(files, capsys):
+    wide = np.load(files / "same.npz")["embed.hidden"].astype(np.float64)
+    np.savez(files / "part.npz", **{"embed.hidden": wide, "more": wide})
+    pair = (files / "golden.safetensors", files / "part.npz")
+    assert run(*pair) == 1
+    assert run(*pair, "--ignore-missing", "--ignore-extra") == 1
+    assert run(*pair, "--ignore-missing", "--ignore-extra", "--ignore-dtype") == 0
+    assert "note: 1 missing tensors were not compared" in capsys.readouterr().out
+
+
+def test_rows_that_are_not_valid(tmp_path, capsys):
+    rows = np.ones((2, 3, 4), ml_dtypes.bfloat16)
+    save_tensors(tmp_path / "a.safetensors", {"out": rows, "masked_m": np.int32([1, 2])})
+    rows = rows.copy()
+    rows[0, 1:] = np.nan
+    save_tensors(tmp_path / "b.safetensors", {"out": rows, "masked_m": np.int32([1, 2])})
+    pair = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert run(*pair) == 1
+    assert run(*pair, "--valid", "^out$=masked_m") == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--rule", "attn"], "REGEX=rtol"),
+        (["--rule", "attn=rtol:x"], "'rtol:x' is not one of"),
+        (["--rule", "attn=speed:1"], "'speed:1' is not one of"),
+        (["--rule", "(=exact"], "not a regular expression"),
+        (["--rule", "a=exact", "--mode", "exact"], "give one"),
+        (["--rule", "a=exact", "--rtol", "1"], "--rtol/--atol"),
+        (["--valid", "x"], "REGEX=TENSOR"),
+        (["--rtol", "-1"], "0 or more"),
+        (["--rtol", "nan"], "0 or more"),
+        (["--tie-margin", "-1"], "0 or more"),
+        (["--only", "nothing"], "nothing was compared"),
+        (["--only", "("], "not a regular expression"),
+    ],
+)
+def test_bad_arguments_are_value_errors(files, extra, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        run(files / "golden.safetensors", files / "same.npz", *extra)
+
+
+def test_bad_files_are_clear_errors(files, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.npz"):
+        run(files / "golden.safetensors", files / "gone.npz")
+    np.savez(tmp_path / "none.npz")
+    with pytest.raises(ValueError, match="holds no tensor"):
+        run(files / "golden.safetensors", tmp_path / "none.npz")
+    (tmp_path / "cut.safetensors").write_bytes((files / "golden.safetensors").read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"cut\.safetensors"):
+        run(files / "golden.safetensors", tmp_path / "cut.safetensors")
