@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +18,17 @@ from refmodel.quantization_json import read_modelopt
 from refmodel.schema import Needed
 from refmodel.shards import Stored, read_shards
 
-__all__ = ["EXAMPLE", "Checkpoint"]
+__all__ = ["EXAMPLE", "Checkpoint", "StoredSize"]
+
+
+class StoredSize(NamedTuple):
+    """One tensor as stored: canonical name, dtype (safetensors name), shape, bytes, and bytes of its scale."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    scale_nbytes: int
 
 
 class Checkpoint:
@@ -76,6 +87,17 @@ class Checkpoint:
         """Every tensor of the model, in the order of the computation; scales are part of their weight."""
         yield from self._needed
         yield from self._aliases
+
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted({stored.file.path for stored in self._tensors.values()})
+
+    def stored_sizes(self) -> Iterator[StoredSize]:
+        """Name, dtype, shape and bytes of every tensor of the model, from the headers alone."""
+        for name in self._needed:
+            stored = self._tensors[name]
+            scale = self._tensors[scale_name(name)] if stored.dtype == checks.FP8 else None
+            yield StoredSize(name, stored.dtype, stored.shape, stored.nbytes, scale.nbytes if scale else 0)
 
     def is_fp8(self, name: str) -> bool:
         """Whether the weight is stored as FP8 codes with block scales."""

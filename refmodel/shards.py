@@ -1,6 +1,7 @@
 """The files of a checkpoint directory as one set of tensors under canonical names; headers only."""
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from refmodel.names import canonical_name
 from refmodel.tensor_file import TensorFile
-from refmodel.tensor_header import shorten
+from refmodel.tensor_header import DTYPES, shorten
 
 INDEX = "model.safetensors.index.json"
 
@@ -21,6 +22,10 @@ class Stored(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     part: tuple = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def read(self) -> np.ndarray:
         """A read-only view of the mapped file."""

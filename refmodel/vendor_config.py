@@ -1,4 +1,4 @@
-"""The vendor's own spelling of a config (deepseek-ai/DeepSeek-V3 inference/model.py, `ModelArgs`), as Hugging Face's."""
+"""The vendor's own spelling of a config (`ModelArgs` in DeepSeek-V3 inference/model.py), as Hugging Face's."""
 
 NAMES = {
     "vocab_size": "vocab_size",
