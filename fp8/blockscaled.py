@@ -20,7 +20,7 @@ def num_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockScaled:
     """codes [..., M, K] (an ml_dtypes 8-bit dtype), scale float32 [..., ceil(M/bm), ceil(K/bk)], block = (bm, bk).
 
@@ -88,8 +88,11 @@ class BlockScaled:
         value = decode(self.codes[rows], compute)
         scale = np.repeat(scale.astype(compute), self.block[0], axis=0)[: value.shape[0]]
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            for index in range(scale.shape[1]):
-                value[:, index * self.block[1] : (index + 1) * self.block[1]] *= scale[:, index, None]
+            if value.shape[1] == scale.shape[1] * self.block[1]:
+                blocks = value.reshape(*scale.shape, self.block[1])
+                blocks *= scale[:, :, None]
+            else:
+                value *= np.repeat(scale, self.block[1], axis=1)[:, : value.shape[1]]
         return value
 
 
@@ -135,7 +138,8 @@ def _quantize_matrix(x, block, recipe, scale_format, codes, scale) -> None:
     for first in range(0, scale.shape[0], slab_blocks):
         rows = slice(first * block[0], min((first + slab_blocks) * block[0], num_rows))
         slab = np.zeros((num_blocks(rows.stop - rows.start, block[0]) * block[0], padded), np.float32)
-        slab[: rows.stop - rows.start, :num_columns] = x[rows]
+        with np.errstate(over="ignore"):
+            slab[: rows.stop - rows.start, :num_columns] = x[rows]
         blocks = slab.reshape(-1, block[0], scale.shape[1], block[1])
         amax = np.abs(blocks).max(axis=3).max(axis=1)  # [blocks, Kb]
         scaling = block_scaling(amax, recipe, scale_format, largest)
