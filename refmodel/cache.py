@@ -91,7 +91,7 @@ class LatentCache:
         tokens = self.length if tokens is None else tokens
         blocks = -(-tokens // PAGE_SIZE)
         pages = self.pool.layer(layer)[self.block_table[:blocks]]  # [nb, 64, C + P]
-        return pages.reshape(blocks * PAGE_SIZE, -1)[:tokens]
+        return pages.reshape(blocks * PAGE_SIZE, self.pool.width)[:tokens]
 
     def blocks(self, layer: int, tokens: int, dtype) -> np.ndarray:
         """The first `tokens` rows as zero-filled key blocks in a compute dtype: [1, nb, 64, C + P], a copy.

@@ -128,7 +128,7 @@ class LocalExchange:
         T, K = self._topk_idx.shape
         slots = np.zeros((T * K, rows.shape[1]), rows.dtype)
         slots[self._slots] = rows
-        self._rows = slots.reshape(T, K, -1)
+        self._rows = slots.reshape(T, K, rows.shape[1])
 
     def combine_forward(self):
         """No hop in between."""

@@ -5,6 +5,7 @@ it may run. One rank runs the list in order, the overlap schedules interleave tw
 between stages, the trace names tensors by them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -107,7 +108,7 @@ def attn_core(state, layer, scope):
     heads, lse = attend_batch(state, weights, layer, query)
     scope.emit("heads", heads)
     scope.emit("lse", lse)
-    out = project(heads.reshape(len(heads), -1), weights.o, state.numerics)  # [T, D]
+    out = project(heads.reshape(len(heads), math.prod(heads.shape[1:])), weights.o, state.numerics)  # [T, D]
     scope.emit("out", out)
     hidden = add(state, values["hidden"], out, "residual")
     scope.emit("residual", hidden)

@@ -1,0 +1,270 @@
+"""A model on emulated ranks: data-parallel attention, experts spread over all ranks, every byte through one network."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from parallel.dispatch import DIALECTS, make_exchange
+from parallel.network import Network
+from parallel.placed_exchange import PlacedExchange
+from parallel.placement import Placement
+from parallel.replicas import choose_replicas
+from parallel.schedule import BUILDERS, LayerPlan, Op, execute
+from parallel.schedule.split import split_decode, split_prefill
+from parallel.topology import Topology
+from refmodel.cache import LatentCache
+from refmodel.generate import Generated, Item, Step, generate
+from refmodel.layer import State, run_stage
+from refmodel.model import Model, main_program, make_batch, mtp_program, split_steps
+from refmodel.trace import Scope
+
+_RECEIVING = ("dispatch_forward", "dispatch_recv", "combine_forward", "combine_recv")
+
+
+class _Work(NamedTuple):
+    """One micro-batch of one rank."""
+
+    rows: np.ndarray  # global row of each of its token rows
+    state: State
+    done: set  # (layer, stage) pairs that have run
+
+
+class Deployment:
+    """`model` on `topology.num_ranks` ranks. Results do not depend on anything chosen here, except by definition.
+
+    redundant_experts: physical slots beyond the routed experts; ranks must divide the sum.
+    dispatch: a dialect of `parallel.dispatch`. schedule: `sequential`, `prefill_overlap`, `decode_overlap`, `vllm_dbo`.
+    transport: `memory` (one process) or `mpi` (ranks spread over the processes of mpiexec).
+    placement: which slot holds which expert, for all layers or by layer (default: slot i holds expert i mod E).
+    replica_rule: one of `parallel.replicas.RULES`; `static`, or `hashed` for `allgather`.
+    order: how the executor picks among ranks that can move. split: how a rank's (item, first row) list becomes two
+    micro-batches; by default halves of attention work in prefill, of requests in decode.
+    Raises ValueError for unknown names and for ranks that do not divide the experts.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        topology: Topology,
+        redundant_experts: int = 0,
+        dispatch: str = "low_latency",
+        schedule: str = "sequential",
+        transport: str = "memory",
+        *,
+        placement: Placement | dict[int, Placement] | None = None,
+        replica_rule: str | None = None,
+        order="rank",
+        split: Callable | None = None,
+        **dispatch_options,
+    ):
+        if dispatch not in DIALECTS:
+            raise ValueError(f"dispatch = {dispatch!r}: must be one of {', '.join(DIALECTS)}")
+        if schedule not in BUILDERS:
+            raise ValueError(f"schedule = {schedule!r}: must be one of {', '.join(BUILDERS)}")
+        if transport not in ("memory", "mpi"):
+            raise ValueError(f"transport = {transport!r}: must be 'memory' or 'mpi'")
+        self.model, self.config, self.topology = model, model.config, topology
+        self.dispatch, self.schedule = dispatch, schedule
+        #: without an all-to-all every rank must choose the same replica
+        self.replica_rule = replica_rule or ("hashed" if dispatch == "allgather" else "static")
+        self._placements = placement
+        if placement is None:
+            self._placements = default_placement(self.config.n_routed_experts, redundant_experts, topology)
+        self._order, self._split, self._dispatch_options = order, split, dispatch_options
+        self._network = _make_network(topology, transport)
+        self._pools = [model.new_pool() for _ in range(topology.num_ranks)]
+        self._rank_of: dict[int, int] = {}
+        self._step = 0
+
+    def placement(self, layer: int) -> Placement:
+        """Which slot holds which expert in one layer."""
+        return self._placements[layer] if isinstance(self._placements, dict) else self._placements
+
+    @property
+    def ledger(self):
+        """Everything that was moved so far."""
+        return self._network.ledger
+
+    def rank_of(self, request: int) -> int:
+        """The rank that holds a request: where `run` was told, else request mod ranks."""
+        return self._rank_of.get(request, request % self.topology.num_ranks)
+
+    def new_cache(self, request: int) -> LatentCache:
+        """An empty cache in the pages of the request's rank."""
+        return LatentCache(self._pools[self.rank_of(request)])
+
+    def run(self, batch: Sequence[Sequence], caches=None, phase: str = "prefill") -> list[list[np.ndarray]]:
+        """Logits of a batch: per rank a list of id arrays in, the same nesting of [T, vocab] out.
+
+        caches: the same nesting of caches that the tokens follow; none start empty.
+        """
+        self._check_nesting(batch)
+        flat = [(rank, index) for rank, requests in enumerate(batch) for index in range(len(requests))]
+        self._rank_of = {request: rank for request, (rank, _) in enumerate(flat)}
+        items = []
+        for request, (rank, index) in enumerate(flat):
+            cache = self.new_cache(request) if caches is None else caches[rank][index]
+            items.append(Item(request, self.model.check_ids(batch[rank][index]), cache, cache.length))
+        logits = iter([step.logits for step in self.step(items, phase)])
+        return [[next(logits) for _ in requests] for requests in batch]
+
+    def generate(self, batch: Sequence[Sequence], max_new_tokens: int, speculative: bool = False, **settings):
+        """New tokens, in the nesting of `batch`; `settings` as in `refmodel.generate.generate`."""
+        self._check_nesting(batch)
+        flat = [(rank, ids) for rank, requests in enumerate(batch) for ids in requests]
+        self._rank_of = {request: rank for request, (rank, _) in enumerate(flat)}
+        done = self.generate_batch([ids for _, ids in flat], max_new_tokens, speculative=speculative, **settings)
+        tokens = iter(done.tokens)
+        return [[next(tokens) for _ in requests] for requests in batch]
+
+    def generate_batch(self, prompts, max_new_tokens: int, **settings) -> Generated:
+        """New tokens after several prompts; request i is on rank i mod ranks unless `run` placed it."""
+        return generate(self, [self.model.check_ids(prompt) for prompt in prompts], max_new_tokens, **settings)
+
+    def step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
+        """One pass of the main model over the tokens of several requests, on their ranks."""
+        config = self.config
+        plan = LayerPlan.of(config.num_hidden_layers, config.first_k_dense_replace)
+        results = self._pass(items, phase, prefix, plan, main_program(config), 0)
+        for item in items:
+            item.cache.length = item.slot + len(item.token_ids)
+        return results
+
+    def mtp_step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
+        """One pass of the MTP layer over (hidden, token) pairs of several requests, on their ranks."""
+        layer = self.config.num_hidden_layers
+        shift = self.model.numerics.switches.mtp_position_shift
+        return self._pass(items, phase, prefix, LayerPlan.mtp(layer), mtp_program(self.config), shift)
+
+    def _pass(self, items, phase, prefix, plan, program, shift):
+        self._step += 1
+        work = self._distribute(items, phase, prefix, shift, plan.embed == "mtp_embed")
+        stages = {(layer, stage.name): stage for stage, layer in program}
+        build = BUILDERS[self.schedule]
+        schedules = [build(plan, rank) for rank in range(self.topology.num_ranks)]
+
+        def run(op: Op):
+            part = work[op.rank, op.micro_batch]
+            layer = op.layer if (op.layer, op.stage) in stages else None  # embed and final of the main model
+            run_stage(part.state, stages[layer, op.stage], layer)
+            part.done.add((op.layer, op.stage))
+
+        execute(
+            schedules,
+            run,
+            lambda op: not self._missing(work[op.rank, op.micro_batch], plan, op),
+            lambda op: "; ".join(self._missing(work[op.rank, op.micro_batch], plan, op)),
+            self._order,
+        )
+        return _collect(items, work)
+
+    def _missing(self, part: _Work, plan: LayerPlan, op: Op) -> list[str]:
+        """What an operation still waits for, in words; empty when it may run."""
+        missing = [f"its own {stage} of layer {layer}" for layer, stage in plan.reads(op.layer, op.stage)
+                   if (layer, stage) not in part.done]  # fmt: skip
+        if missing:
+            return missing
+        if op.stage in _RECEIVING:
+            exchange = part.state.values["exchange"]
+            if not exchange.ready(op.stage):
+                ranks = exchange.waits_for(op.stage)
+                missing.append(f"packets of {op.stage}, layer {op.layer}, from ranks {', '.join(map(str, ranks))}")
+        if op.stage == "attn_core":  # one request may span both micro-batches
+            for segment in part.state.batch.segments:
+                keys, written = segment.cache_offset + segment.stop - segment.start, segment.cache.written[op.layer]
+                if written < keys:
+                    missing.append(f"keys {written} to {keys - 1} of layer {op.layer}, not yet in the cache")
+        return missing
+
+    def _distribute(self, items, phase, prefix, shift, mtp) -> dict[tuple[int, int], _Work]:
+        """The micro-batches of every rank, empty ones included."""
+        starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
+        per_rank: list[list] = [[] for _ in range(self.topology.num_ranks)]
+        for item, start in zip(items, starts):
+            per_rank[self.rank_of(item.request)].append((item, int(start)))
+        routed: dict = {}  # (layer, micro-batch) -> rank -> what it sent
+        work = {}
+        for rank, mine in enumerate(per_rank):
+            for micro_batch, parts in enumerate(self._micro_batches(mine, phase)):
+                batch = make_batch([item for item, _ in parts], phase, shift)
+                values = {"mtp_input": self._hidden(parts)} if mtp else {}
+                rows = [np.arange(start, start + len(item.token_ids)) for item, start in parts]
+                rows = np.concatenate([*rows, np.zeros(0)]).astype(np.int64)
+                exchange = partial(self._exchange, rank, micro_batch, self._step, rows, routed)
+                state = State(self.model.weights, batch, exchange, Scope(prefix, rows), values)
+                work[rank, micro_batch] = _Work(rows, state, set())
+        return work
+
+    def _micro_batches(self, mine, phase):
+        if self.schedule == "sequential":
+            return [mine]
+        if self._split is not None:
+            return self._split(mine)
+        if phase == "decode":
+            return [[mine[index] for index in half] for half in split_decode(len(mine))]
+        new, cached = [len(item.token_ids) for item, _ in mine], [item.slot for item, _ in mine]
+        return [
+            [cut_item(*mine[part.request], part.start, part.stop) for part in half]
+            for half in split_prefill(new, cached)
+        ]
+
+    def _hidden(self, parts):
+        """What feeds the MTP layer: [T, D], also of a rank without tokens."""
+        none = np.zeros((0, self.config.hidden_size), self.model.numerics.activation)
+        return np.concatenate([none, *(item.hidden for item, _ in parts)])
+
+    def _exchange(self, rank, micro_batch, step, rows, routed, layer):
+        placement = self.placement(layer)
+        inner = make_exchange(
+            self.dispatch,
+            self._network,
+            rank,
+            placement.num_physical,
+            layer,
+            micro_batch,
+            step,
+            **self._dispatch_options,
+        )
+        choose = partial(
+            choose_replicas,
+            placement=placement,
+            rule=self.replica_rule,
+            rank=rank,
+            token_offset=int(rows[0]) if len(rows) else 0,
+            topology=self.topology,
+            all_to_all=self.dispatch != "allgather",
+        )
+        return PlacedExchange(inner, placement, choose, rows, routed.setdefault((layer, micro_batch), {}))
+
+
+def cut_item(item: Item, start: int, first: int, stop: int) -> tuple[Item, int]:
+    """Tokens first .. stop - 1 of an item whose first token is global row `start`."""
+    hidden = None if item.hidden is None else item.hidden[first:stop]
+    part = Item(item.request, item.token_ids[first:stop], item.cache, item.slot + first, hidden)
+    return part, start + first
+
+
+def default_placement(num_experts: int, redundant_experts: int, topology: Topology) -> Placement:
+    """Slot i holds expert i mod num_experts; slots are spread over the ranks in contiguous runs."""
+    return Placement.contiguous(num_experts, topology.num_ranks, redundant_experts)
+
+
+def _collect(items, work) -> list[Step]:
+    """Rows of all micro-batches back in the order of the items."""
+    parts = [part for part in work.values() if len(part.rows)]
+    rows = np.concatenate([part.rows for part in parts])
+    order = np.argsort(rows)
+    values = {
+        name: np.concatenate([part.state.values[name] for part in parts])[order] for name in ("logits", "mtp_hidden")
+    }
+    return split_steps(items, values)
+
+
+def _make_network(topology, transport):
+    if transport == "mpi":
+        from parallel.mpi import MpiNetwork
+
+        return MpiNetwork(topology)
+    return Network(topology)
