@@ -38,8 +38,9 @@ class GemmRule(NamedTuple):
     scale_order: str = "a_then_b"
 
 
+REFERENCE = GemmRule()
 KERNELS = {
-    "reference": GemmRule(),
+    "reference": REFERENCE,
     "deepseek_v3_triton": GemmRule("hopper", "fma", "a_then_b"),  # the compiler contracts the last product
     "deepgemm_sm90": GemmRule("hopper", "fma", "scales_first"),
     "cublas_1d1d": GemmRule("hopper", "fma", "a_then_b"),
@@ -104,8 +105,8 @@ def gemm(
     Raises ValueError where the operands do not fit each other, or a rule is unknown or impossible for them.
     """
     rule = GemmRule(accumulator, promotion, scale_order)
-    _check(a, b, rule, shift, out_dtype)
-    if rule == GemmRule() and a.codes.dtype == b.codes.dtype == E4M3.dtype and a.block[1] <= E4M3_PRODUCTS:
+    check_operands(a, b, rule, shift, out_dtype)
+    if rule == REFERENCE and a.codes.dtype == b.codes.dtype == E4M3.dtype and a.block[1] <= E4M3_PRODUCTS:
         out = _gemm_exact(a, b)
     else:
         out = _gemm_by_rule(a, b, rule, shift)
@@ -196,7 +197,7 @@ def _blackwell(a_codes, b_codes, a_scale, b_scale, block_k: int, shift: str) -> 
     return total
 
 
-def _check(a: BlockScaled, b: BlockScaled, rule: GemmRule, shift: str, out_dtype) -> None:
+def check_operands(a: BlockScaled, b: BlockScaled, rule: GemmRule, shift: str, out_dtype) -> None:
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {a.shape} and b {b.shape} must be matrices [M, K] and [N, K] with the same K")
     if a.block[0] != 1 or a.block[1] != b.block[1]:

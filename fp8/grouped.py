@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8.blockscaled import BlockScaled
-from fp8.gemm import GemmRule, gemm
+from fp8.gemm import REFERENCE, GemmRule, gemm
 
 ALIGNMENT = 128  # DeepGEMM get_mk_alignment_for_contiguous_layout(); also its BLOCK_M there
 _HALF = 64  # rows whose validity a kernel reads from their first row
@@ -88,7 +88,7 @@ def grouped_gemm_contiguous(
     grouped_layout,
     alignment: int = ALIGNMENT,
     out_dtype=ml_dtypes.bfloat16,
-    rule: GemmRule = GemmRule(),
+    rule: GemmRule = REFERENCE,
 ) -> GroupedProduct:
     """a [M, K], b [G, N, K]: row m times the weight of expert grouped_layout[m]; rows of -1 are undefined (zero here).
 
@@ -112,7 +112,7 @@ def contiguous_as_read(
     grouped_layout,
     alignment: int = ALIGNMENT,
     out_dtype=ml_dtypes.bfloat16,
-    rule: GemmRule = GemmRule(),
+    rule: GemmRule = REFERENCE,
 ) -> GroupedProduct:
     """What a kernel returns for any contiguous layout, aligned or not.
 
@@ -134,7 +134,7 @@ def grouped_gemm_prefix_sum(
     ends,
     alignment: int = ALIGNMENT,
     out_dtype=ml_dtypes.bfloat16,
-    rule: GemmRule = GemmRule(),
+    rule: GemmRule = REFERENCE,
 ) -> GroupedProduct:
     """a [M, K], b [G, N, K], ends int [G]: group g is the rows from align(ends[g - 1]) to ends[g].
 
@@ -148,8 +148,8 @@ def grouped_gemm_prefix_sum(
     starts = np.concatenate([[0], align(ends[:-1], alignment)])
     if (ends < starts).any() or (ends > a.shape[0]).any():
         raise ValueError(
-            f"ends {ends.tolist()} with groups starting at {starts.tolist()}: each group must end between its start and "
-            f"the {a.shape[0]} rows of a"
+            f"ends {ends.tolist()} with groups starting at {starts.tolist()}: each must end between its start and the "
+            f"{a.shape[0]} rows of a"
         )
     layout = np.full(a.shape[0], -1, np.int64)
     for group, (start, end) in enumerate(zip(starts, ends)):
@@ -162,7 +162,7 @@ def grouped_gemm_masked(
     b: BlockScaled,
     masked_m,
     out_dtype=ml_dtypes.bfloat16,
-    rule: GemmRule = GemmRule(),
+    rule: GemmRule = REFERENCE,
 ) -> GroupedProduct:
     """a [G, M, K], b [G, N, K], masked_m int [G]: the first masked_m[g] rows of group g times weight g.
 
