@@ -18,6 +18,7 @@ class Received(NamedTuple):
     counts: np.ndarray  # int64 [S] rows from each source
     arrays: dict[str, np.ndarray]  # name -> [sum(counts), ...], read-only where nothing had to be joined
     control: np.ndarray | None  # int32 or int64 [sources that sent control words, words]; None if there is none
+    lengths: dict[str, np.ndarray]  # ragged array -> int64 [sum(counts)] bytes of each row
 
 
 class Outgoing(NamedTuple):
@@ -31,6 +32,7 @@ class Outgoing(NamedTuple):
     control: np.ndarray | None  # [number of control destinations, words]
     control_to: tuple[int, ...]
     offsets: dict[str, np.ndarray]  # ragged array -> int64 [rows + 1], where each row's bytes begin
+    terms: dict[str, object]  # what all ranks must agree on, as this source understands it
 
     def row_bytes(self) -> dict[str, int]:
         """Bytes of one row by class, without the ragged arrays."""
@@ -52,6 +54,11 @@ class Outgoing(NamedTuple):
         if name in self.offsets:
             start, stop = int(self.offsets[name][start]), int(self.offsets[name][stop])
         return self.arrays[name][start:stop]
+
+    def row_lengths(self, name: str, dst: int) -> np.ndarray:
+        """int64 [rows for dst]: bytes of each row of a ragged array."""
+        start = int(self.starts[dst])
+        return np.diff(self.offsets[name][start : start + int(self.splits[dst]) + 1])
 
     def control_for(self, dst: int) -> np.ndarray | None:
         """The control words for `dst`, if there are any."""
@@ -87,7 +94,7 @@ class Pool(NamedTuple):
         index = np.repeat(self.first[:, dst] - (np.cumsum(counts) - counts), counts) + np.arange(total)
         arrays = {name: np.take(array, index, axis=0) for name, array in self.arrays.items()}
         control = None if self.control is None else self.control[:, dst]
-        return Received(sources, counts, arrays, control)
+        return Received(sources, counts, arrays, control, {})
 
 
 def join_parts(dst: int, sources: tuple[int, ...], parts: list[Outgoing]) -> Received:
@@ -99,7 +106,8 @@ def join_parts(dst: int, sources: tuple[int, ...], parts: list[Outgoing]) -> Rec
         pieces = [part.part(name, dst) for part in filled]
         arrays[name] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     control = [words for part in parts if (words := part.control_for(dst)) is not None]
-    return Received(sources, np.array(counts, np.int64), arrays, np.array(control) if control else None)
+    lengths = {name: np.concatenate([part.row_lengths(name, dst) for part in parts]) for name in parts[0].offsets}
+    return Received(sources, np.array(counts, np.int64), arrays, np.array(control) if control else None, lengths)
 
 
 @lru_cache(maxsize=4096)

@@ -19,6 +19,10 @@ class NotDelivered(ValueError):
     """A rank wanted to receive what has not arrived; names the rank, the layer, the message and the sources."""
 
 
+class Disagreement(ValueError):
+    """Two ranks understand one exchange differently."""
+
+
 class Network:
     """Mailboxes between `topology.num_ranks` ranks in one process.
 
@@ -46,6 +50,7 @@ class Network:
         control: np.ndarray | None = None,
         control_to: Sequence[int] | None = None,
         lengths: dict[str, np.ndarray] | None = None,
+        terms: dict[str, object] | None = None,
     ) -> None:
         """Send rows of `arrays` (name -> (array [n, ...], byte class)), `splits[d]` consecutive rows to rank d.
 
@@ -53,12 +58,15 @@ class Network:
         `destinations` get a packet (all ranks by default); `starts` overrides where each destination's rows begin, so
         that one row can go to many. `control` [len(control_to), words] holds one row of control words for each of
         `control_to` (the destinations by default). `lengths` makes an array ragged: flat uint8, with the bytes of each
-        row [n].
+        row [n]. `terms` are values on which all ranks of the exchange must agree; they travel outside the byte count,
+        as a packet's tag does.
         Raises ValueError if rows and splits disagree, or if `src` already sent under this tag.
         """
         if src in self._sent.get(tag, ()):
             raise ValueError(f"rank {src} sent {describe(tag)} twice: one send for each rank and tag")
-        outgoing = self._outgoing(src, arrays, splits, tag, destinations, starts, control, control_to, lengths or {})
+        outgoing = self._outgoing(
+            src, arrays, splits, tag, destinations, starts, control, control_to, lengths or {}, terms or {}
+        )
         self._record(src, outgoing, tag)
         self._post(src, outgoing, tag)
 
@@ -81,6 +89,7 @@ class Network:
         if not self.ready(dst, tag, sources):
             missing = self.missing(dst, tag, sources)
             raise NotDelivered(f"rank {dst} has not received {describe(tag)} from rank(s) {some_ranks(missing)}")
+        self._check_terms(dst, tag, sources)
         received = self._join(dst, tag, sources)
         self._take(dst, tag, sources)
         return received
@@ -89,7 +98,9 @@ class Network:
         """Exchanges of which a part was sent and not taken, with the number of such parts."""
         return [(tag, left) for tag, left in self._left.items() if left]
 
-    def _outgoing(self, src, arrays, splits, tag, destinations, starts, control, control_to, lengths) -> Outgoing:
+    def _outgoing(
+        self, src, arrays, splits, tag, destinations, starts, control, control_to, lengths, terms
+    ) -> Outgoing:
         splits = np.asarray(splits, np.int64)
         destinations = self._all if destinations is None else tuple(destinations)
         rows = {len(lengths.get(name, array)) for name, (array, _) in arrays.items()}
@@ -109,7 +120,7 @@ class Network:
         owned = {name: _owned(array) for name, (array, _) in arrays.items()}
         classes = {name: cls for name, (_, cls) in arrays.items()}
         offsets = {name: np.concatenate([[0], np.cumsum(length)]) for name, length in lengths.items()}
-        return Outgoing(owned, classes, starts, splits, destinations, control, tuple(control_to or ()), offsets)
+        return Outgoing(owned, classes, starts, splits, destinations, control, tuple(control_to or ()), offsets, terms)
 
     def _record(self, src: int, outgoing: Outgoing, tag: Tag) -> None:
         if outgoing.arrays:
@@ -133,6 +144,16 @@ class Network:
         if pool is None:
             return join_parts(dst, sources, [sent[source] for source in sources])
         return pool.part(dst, sources)
+
+    def _check_terms(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> None:
+        sent = self._sent[tag]
+        mine = sent[dst].terms if dst in sent else sent[sources[0]].terms
+        for source in sources:
+            if sent[source].terms != mine:
+                raise Disagreement(
+                    f"rank {dst}, {describe(tag)}: rank {source} sent it with {sent[source].terms}, "
+                    f"rank {dst} has {mine}; all ranks must agree"
+                )
 
     def _take(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> None:
         taken = self._taken.setdefault(tag, np.zeros((len(self._all), len(self._all)), bool))  # [source, destination]

@@ -64,6 +64,9 @@ class ElasticDirectExchange(RankRowsExchange):
     def _beside_row(self, payload, topk_idx, topk_weights):
         return metadata_arrays(payload, topk_idx, topk_weights, self.rank * self.stride + self._token)
 
+    def _terms(self):
+        return {"num_max_tokens_per_rank": self.stride}
+
     def _control(self, splits):
         return np.concatenate([splits[:, None].astype(np.int32), self._slots_by_rank()], axis=1)
 

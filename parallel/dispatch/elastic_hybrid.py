@@ -46,7 +46,8 @@ class ElasticHybridExchange(Exchange):
         arrays |= metadata_arrays(arrays, topk_idx[token], topk_weights[token], src_token)
         slots = np.bincount(topk_idx[topk_idx >= 0], minlength=self.num_experts).reshape(len(splits), -1)
         control = np.concatenate([in_rank.sum(axis=0)[:, None], slots], axis=1).astype(np.int32)
-        self.network.send_rows(self.rank, arrays, splits, self._tag("dispatch_send"), control=control)
+        terms = {"num_max_tokens_per_rank": self.stride}
+        self.network.send_rows(self.rank, arrays, splits, self._tag("dispatch_send"), control=control, terms=terms)
 
     def dispatch_forward(self):
         received = self._receive("dispatch_forward")
