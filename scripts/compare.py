@@ -10,6 +10,7 @@ import math
 import sys
 
 from refmodel.golden.compare import compare
+from refmodel.golden.names import TABLES
 from refmodel.golden.rules import parse_rule
 
 
@@ -39,6 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names.add_argument(
         "--valid", action="append", default=[], metavar="REGEX=TENSOR", help="rows that TENSOR says hold something"
     )
+    form = parser.add_argument_group("form of the actual dump")
+    form.add_argument("--names", choices=tuple(TABLES), help="tensors have the names of this engine")
+    form.add_argument(
+        "--ranks",
+        action="append",
+        default=[],
+        metavar="REGEX=LAYOUT",
+        help="join rank.R.NAME: 'q$=dp2 tp4 : t[dp] h[tp] d'; axes with their groups, +tp for partial sums",
+    )
+    form.add_argument("--half-split-rope", action="store_true", help="rotated vectors are in half-split order")
+    form.add_argument("--by-source", action="store_true", help="match dispatched rows by (rank, token, expert)")
     parser.add_argument("-v", "--verbose", action="store_true", help="all tensors in full")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -52,13 +64,13 @@ def _tolerances(args: argparse.Namespace):
     return rules or args.mode
 
 
-def _valid(args: argparse.Namespace) -> dict[str, str]:
+def _pairs(option: str, texts: list[str], form: str) -> dict[str, str]:
     pairs = {}
-    for text in args.valid:
-        pattern, sign, tensor = text.rpartition("=")
-        if not sign or not pattern or not tensor:
-            raise ValueError(f"--valid {text!r}: the form 'REGEX=TENSOR' is required")
-        pairs[pattern] = tensor
+    for text in texts:
+        pattern, sign, value = text.rpartition("=")
+        if not sign or not pattern or not value:
+            raise ValueError(f"{option} {text!r}: the form '{form}' is required")
+        pairs[pattern] = value
     return pairs
 
 
@@ -86,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
         extra="ignore" if args.ignore_extra else "error",
         dtypes="ignore" if args.ignore_dtype else "error",
         only=args.only,
-        valid=_valid(args),
+        valid=_pairs("--valid", args.valid, "REGEX=TENSOR"),
+        names=args.names,
+        half_split_rope=args.half_split_rope,
+        ranks=_pairs("--ranks", args.ranks, "REGEX=LAYOUT"),
+        by_source=args.by_source,
     )
     if args.json:
         json.dump(plain(report.to_json()), sys.stdout, indent=1)

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from refmodel.golden.dump import Dump, open_dump
-from refmodel.golden.tolerance import NUMERICS_ROUNDOFF, Tolerance, depth_of, suggest
+from refmodel.golden.tolerance import NUMERICS_ROUNDOFF, Tolerance, suggest_for
 from refmodel.tensor_file import TensorFile, save_tensors
 
 FORMAT = "refmodel-golden"
@@ -72,22 +72,8 @@ def _json(value) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True)
 
 
-def suggested_tolerances(tensors: Mapping, numerics: str, layers: int = 0) -> dict[str, Tolerance]:
-    """For each tensor the rule that its dtype, its depth and the numerics suggest.
-
-    Tensors outside layers that come after the first layer (`final`, logits) count as `layers` deep.
-    """
-    rules, seen_layer = {}, False
-    for name, array in tensors.items():
-        depth = depth_of(name)
-        seen_layer = seen_layer or depth > 0
-        depth = depth if depth or not seen_layer or ".embed" in f".{name}" else layers
-        rules[name] = suggest(array.dtype, depth, numerics, array.size)
-    return rules
-
-
 def _rules(tensors: Mapping, given: Mapping | None, numerics: str, layers: int) -> dict[str, Tolerance]:
-    rules = suggested_tolerances(tensors, numerics, layers)
+    rules = {name: suggest_for(name, x.dtype, x.size, numerics, layers) for name, x in tensors.items()}
     for pattern, rule in (given or {}).items():
         matched = [name for name in tensors if re.search(pattern, name)]
         if not matched:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from refmodel.golden.dump import Dump
-from refmodel.golden.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, depth_of, reproduce, suggest
+from refmodel.golden.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, depth_of, reproduce, suggest_for
 
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz), np.dtype(ml_dtypes.float8_e5m2))
 _KEYS = ("rtol", "atol", "rms", "ulps", "differing", "scale", "reason")
@@ -68,13 +67,15 @@ class Rules:
     everywhere: Tolerance | None
     golden: Mapping[str, Tolerance]
     default: str
-    numerics: str | None
+    numerics: str
+    layers: int
 
     @classmethod
-    def make(cls, tolerances, golden: Mapping[str, Tolerance], numerics: str | None, dump: Dump) -> "Rules":
-        """From the argument `tolerances` of `compare`."""
+    def make(cls, tolerances, golden: Mapping[str, Tolerance], numerics: str | None, dumps) -> "Rules":
+        """From the argument `tolerances` of `compare`; `numerics` None is guessed from the dtypes in the dumps."""
         if numerics is None:
-            numerics = guess_numerics(dump)
+            numerics = guess_numerics(dumps)
+        layers = max((depth_of(name) for name in dumps[0]), default=0)
         patterns: tuple = ()
         everywhere, default = None, "suggested"
         if isinstance(tolerances, str):
@@ -87,7 +88,7 @@ class Rules:
             patterns = _checked(tolerances)
         elif tolerances is not None:
             raise ValueError(f"tolerances is a {type(tolerances).__name__}; None, a name, a Tolerance or a mapping")
-        return cls(patterns, everywhere, golden, default, numerics)
+        return cls(patterns, everywhere, golden, default, numerics, layers)
 
     def of(self, name: str, reference: np.ndarray, actual: np.ndarray) -> Tolerance:
         """The rule for one tensor."""
@@ -106,17 +107,18 @@ class Rules:
             return EXACT
         if self.default == "reproduce":
             return reproduce(coarse)
-        return suggest(coarse, depth_of(name), self.numerics, reference.size)
+        return suggest_for(name, coarse, reference.size, self.numerics, self.layers)
 
 
-def guess_numerics(dump: Dump) -> str | None:
-    """What a dump without metadata was computed in: the narrowest of the dtypes that its tensors have.
+def guess_numerics(dumps) -> str:
+    """What dumps without metadata were computed in: the narrowest floating-point dtype that either of them has.
 
     A float32 tensor (router logits, final logits) of a bfloat16 run carries bfloat16 noise.
     """
-    dtypes = {dump[name].dtype for name in dump}
+    dtypes = {dump[name].dtype for dump in dumps for name in dump}
     if dtypes & set(_FP8):
         return "fp8"
-    if np.dtype(ml_dtypes.bfloat16) in dtypes:
-        return "bfloat16"
-    return None
+    for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float32", np.float32)):
+        if np.dtype(dtype) in dtypes:
+            return name
+    return "float64"

@@ -80,6 +80,9 @@ NUMERICS_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**
 # fp8: two runs whose bfloat16 inputs differ by 2^-9 quantise a few values to the neighbouring E4M3 code;
 # a step of 2^-3 taken with probability 2^-9 / 2^-3 has a root mean square of sqrt(2^-9 * 2^-3) = 2^-6.
 
+# The largest margin between experts at which another choice is noise: scores are sigmoids of size 1, and near a tie
+# their error is that of the router's input.
+TIE_MARGINS = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-7, "fp8": 2.0**-5}
 DOT_PRODUCT = 64.0  # float32 sums are rounded at each of their terms: sqrt(4096)
 ROUNDINGS_PER_LAYER = 12  # stored intermediate results between one residual and the next
 WORST_OF_MANY = 8.0  # the worst of millions of roundings, in units of their root mean square
@@ -122,6 +125,21 @@ def suggest(dtype, depth: int = 0, numerics: str | None = None, size: int = 1 <<
     reason += " x sqrt(4096)" if factor > 1 else ""
     scale = min(bound, noise * max(1.0, 8.0 / float(np.sqrt(max(size, 1)))))
     return Tolerance(rtol=bound, rms=bound, scale=scale, reason=reason)
+
+
+def suggest_for(name: str, dtype, size: int, numerics: str, layers: int) -> Tolerance:
+    """The suggested rule for a tensor by its name, in a model of `layers` layers.
+
+    Outside of layers everything but the embedding comes after all of them. `margin` is a difference of scores, so
+    what counts is its absolute error.
+    """
+    if name.rsplit(".", 1)[-1] == "margin":
+        limit = TIE_MARGINS[numerics]
+        return Tolerance(atol=limit, reason=f"a difference of scores in {numerics} numerics: {limit:.3g} absolute")
+    depth = depth_of(name)
+    if not depth and "embed" not in name:
+        depth = layers
+    return suggest(dtype, depth, numerics, size)
 
 
 def reproduce(dtype) -> Tolerance:
