@@ -10,7 +10,7 @@ from parallel.dispatch import DIALECTS, make_exchange
 from parallel.network import Network
 from parallel.placed_exchange import PlacedExchange
 from parallel.placement import Placement
-from parallel.replicas import choose_replicas
+from parallel.reference import ReferenceModel, choose_by_row, rounding_tree
 from parallel.schedule import BUILDERS, LayerPlan, Op, execute
 from parallel.schedule.split import split_decode, split_prefill
 from parallel.topology import Topology
@@ -227,16 +227,28 @@ class Deployment:
             step,
             **self._dispatch_options,
         )
-        choose = partial(
-            choose_replicas,
-            placement=placement,
-            rule=self.replica_rule,
-            rank=rank,
-            token_offset=int(rows[0]) if len(rows) else 0,
-            topology=self.topology,
-            all_to_all=self.dispatch != "allgather",
-        )
+        choose = partial(self.choose, rows=rows, placement=placement, rank=rank)
         return PlacedExchange(inner, placement, choose, rows, routed.setdefault((layer, micro_batch), {}))
+
+    def choose(self, topk_idx, rows, placement: Placement, rank: int) -> np.ndarray:
+        """Physical ids of the tokens at global rows `rows` [T] of a step, routed on `rank`."""
+        all_to_all = self.dispatch != "allgather"
+        return choose_by_row(topk_idx, rows, placement, self.replica_rule, rank, self.topology, all_to_all)
+
+    def reference(self) -> Model:
+        """The one-rank model whose bits this deployment must give."""
+        tree = self._tree()
+        return self.model if tree is None else ReferenceModel(self, tree)
+
+    @property
+    def reference_name(self) -> str:
+        """What `reference` is, in words."""
+        if self._tree() is None:
+            return "the single-rank run"
+        return f"the single-rank run with the rounding tree of {self.dispatch}"
+
+    def _tree(self):
+        return rounding_tree(self.dispatch, self.topology, self._dispatch_options.get("mode", "hybrid"))
 
 
 def cut_item(item: Item, start: int, first: int, stop: int) -> tuple[Item, int]:

@@ -2,6 +2,9 @@
 
 import numpy as np
 
+from parallel.dispatch.collectives import AllGatherExchange
+from parallel.dispatch.low_latency import LowLatencyExchange
+
 
 class PlacedExchange:
     """One rank's exchange of one layer, under the protocol of `parallel.dispatch.exchange`.
@@ -30,17 +33,35 @@ class PlacedExchange:
         return int(self._placement.experts_on(self.exchange.rank)[e])
 
     def pair_slots(self) -> np.ndarray:
-        """Global token row * K + slot of each pair."""
-        src_rank, src_token = self.exchange.origins()
-        src_rank, src_token = src_rank[self._pairs.row], src_token[self._pairs.row]
+        """Global token row * K + slot of each pair, for a recording: found from what every rank sent."""
+        rank, token = (origin[self._pairs.row] for origin in self._origins())  # [P] each
         physical = self._pairs.expert + self.exchange.rank * self.exchange.num_local_experts
         slots = np.empty(len(physical), np.int64)
-        for rank in np.unique(src_rank):
-            mine = src_rank == rank
-            rows, sent = self._routed[int(rank)]
-            slot = (sent[src_token[mine]] == physical[mine, None]).argmax(axis=1)
-            slots[mine] = rows[src_token[mine]] * sent.shape[1] + slot
+        for source in np.unique(rank):
+            mine = rank == source
+            rows, sent = self._routed[int(source)]
+            slot = (sent[token[mine]] == physical[mine, None]).argmax(axis=1)
+            slots[mine] = rows[token[mine]] * sent.shape[1] + slot
         return slots
+
+    def _origins(self):
+        """(source rank, source token) of every received row, in the receive order of the dialect."""
+        ranks, tokens = [], []
+        for source in sorted(self._routed):
+            token = self._received_tokens(self._routed[source][1])
+            ranks.append(np.full(len(token), source))
+            tokens.append(token)
+        return np.concatenate(ranks), np.concatenate(tokens)
+
+    def _received_tokens(self, sent):
+        """Tokens of one source whose rows come here, in receive order; `sent` int [T, K] physical ids."""
+        here = (sent >= 0) & (sent // self.exchange.num_local_experts == self.exchange.rank)
+        if isinstance(self.exchange, LowLatencyExchange):  # one row per expert, by (expert, token)
+            token, slot = np.nonzero(here)
+            return token[np.lexsort((token, sent[token, slot]))]
+        if isinstance(self.exchange, AllGatherExchange):
+            return np.arange(len(sent))
+        return np.flatnonzero(here.any(axis=1))
 
     def __getattr__(self, name):
         # the other stages, `ready` and `waits_for` are the dialect's own

@@ -180,9 +180,7 @@ class _Loop:
 
     def _decode(self, active, prefix):
         """Verify each request's drafts behind its last token; take what is accepted and one token more."""
-        items = [
-            Item(r.index, np.array([r.tokens[-1], *r.drafts], np.int64), r.cache, r.cache.length) for r in active
-        ]
+        items = [Item(r.index, np.array([r.tokens[-1], *r.drafts], np.int64), r.cache, r.cache.length) for r in active]
         results = self.engine.step(items, "decode", prefix)
         shifted, hidden, slots = [], [], []
         for request, item, result in zip(active, items, results):

@@ -276,4 +276,3 @@ def run_stage(state: State, stage: Stage, layer: int | None = None):
     """Run one stage of one layer (None for embed and the main model's final) and name its tensors."""
     prefix = stage.name if layer is None else f"layers.{layer}.{stage.name}"
     stage.run(state, layer, state.scope.under(prefix))
-

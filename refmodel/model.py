@@ -112,7 +112,7 @@ class Model:
 
     def step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the main model over the tokens of several requests; their caches grow."""
-        state = self._run(main_program(self.config), make_batch(items, phase), prefix, {})
+        state = self._run(main_program(self.config), items, make_batch(items, phase), prefix, {})
         for item in items:
             item.cache.length = item.slot + len(item.token_ids)
         return split_steps(items, state.values)
@@ -121,13 +121,17 @@ class Model:
         """One pass of the MTP layer over (hidden, token) pairs of several requests."""
         values = {"mtp_input": np.concatenate([item.hidden for item in items])}
         batch = make_batch(items, phase, self.numerics.switches.mtp_position_shift)
-        return split_steps(items, self._run(mtp_program(self.config), batch, prefix, values).values)
+        return split_steps(items, self._run(mtp_program(self.config), items, batch, prefix, values).values)
 
-    def _run(self, program, batch, prefix, values):
-        state = State(self.weights, batch, lambda layer: LocalExchange(self.numerics), Scope(prefix), values)
+    def _run(self, program, items, batch, prefix, values):
+        state = State(self.weights, batch, lambda layer: self._exchange(items, layer), Scope(prefix), values)
         for stage, layer in program:
             run_stage(state, stage, layer)
         return state
+
+    def _exchange(self, items, layer):
+        """How rows reach their experts: here they stay where they are."""
+        return LocalExchange(self.numerics)
 
     def check_ids(self, token_ids) -> np.ndarray:
         """Token ids as int64 [T]. Raises ValueError for another shape or an id outside the vocabulary."""

@@ -5,9 +5,7 @@ import numpy as np
 from refmodel.numerics import round_to, widen
 
 
-def rms_norm(
-    x: np.ndarray, weight: np.ndarray, eps: float, *, dtype=np.float64, cast_before_weight=None
-) -> np.ndarray:
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, *, dtype=np.float64, cast_before_weight=None) -> np.ndarray:
     """x * rsqrt(mean(x^2) + eps) * weight over the last axis, unrounded.
 
     x [..., D] any float dtype; weight [D]; result [..., D] in `dtype`.

@@ -26,7 +26,9 @@ def yarn_frequencies(config) -> tuple[np.ndarray, float]:
         return freq, 1.0
 
     def correction(rotations):  # dimension that turns `rotations` times over the original context
-        return P * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            P * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        )
 
     low = max(math.floor(correction(scaling.beta_fast)), 0)
     high = min(math.ceil(correction(scaling.beta_slow)), P - 1)
