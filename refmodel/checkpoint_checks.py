@@ -7,6 +7,7 @@ from refmodel.names import SCALE, layer_of, scale_name
 from refmodel.quantization_json import is_excluded
 from refmodel.schema import Needed, mtp_shared_tensors, needed_tensors
 from refmodel.shards import Stored
+from refmodel.tensor_header import shorten
 
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -123,7 +124,7 @@ def check_unused(
 
 
 def _explain_unused(config: ModelConfig, name: str) -> str:
-    text = f"tensor {name} has no place in this model; its effect would be lost"
+    text = f"tensor {shorten(name)} has no place in this model; its effect would be lost"
     parts = name.split(".")
     if parts[3:5] == ["mlp", "experts"] and len(parts) == 8:
         return f"{text}: n_routed_experts = {config.n_routed_experts}"
@@ -183,4 +184,5 @@ def _mention_fp8(config: ModelConfig, by_dtype: dict[str, list[str]], notices: l
 
 
 def _count(names: list[str], text: str) -> str:
-    return f"{len(names)} {text}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    shown = ", ".join(shorten(name)[1:-1] for name in names[:3])
+    return f"{len(names)} {text}: {shown}{', ...' if len(names) > 3 else ''}"
