@@ -72,7 +72,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _nice_top(most: float) -> float:
-    """The next of 1, 2, 2.5, 5 times a power of ten."""
+    """The next round number above."""
     if most <= 0:
         return 1.0
     power = 1.0
@@ -80,4 +80,4 @@ def _nice_top(most: float) -> float:
         power *= 10
     while power > most:
         power /= 10
-    return next(step * power for step in (1, 2, 2.5, 5, 10) if step * power >= most)
+    return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= most)
