@@ -160,7 +160,7 @@ def answer(request: Request) -> Result:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("mlx-lm", "mlx")]
     result = Result(engine=", ".join(versions))
     if request.tensors:
-        mx.save_safetensors(f"{request.out}/rank.0.safetensors", capture(model, request.tokens[0]))
+        mx.save_safetensors(f"{request.out}/rank.0.safetensors", capture(model, request.tokens[0]), {"format": "mlx"})
     result.generated = [generate(model, tokens, request.new_tokens) for tokens in request.tokens]
     return result
 
