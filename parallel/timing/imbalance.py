@@ -62,3 +62,24 @@ def drawn_popularity(num_experts: int, spread: float, seed: int = 0) -> np.ndarr
         raise ValueError(f"spread = {spread}: a standard deviation cannot be negative")
     weight = np.exp(spread * np.random.default_rng(seed).standard_normal(num_experts))
     return weight / weight.sum()
+
+
+def read_loads(path) -> np.ndarray:
+    """Rows per expert, float64 [E], from a file: `.npy` with a routing table [T, K] (-1 for none) or a vector [E]; else
+    text with one number per line or comma. Raises ValueError for another shape or a negative load.
+    """
+    if str(path).endswith(".npy"):
+        table = np.load(path, allow_pickle=False)
+    else:
+        with open(path, encoding="utf-8") as file:
+            words = file.read().replace(",", " ").split()
+        try:
+            table = np.array([float(word) for word in words])
+        except ValueError:
+            raise ValueError(f"{path}: expected numbers separated by commas or spaces") from None
+    if table.ndim == 2 and np.issubdtype(table.dtype, np.integer):
+        chosen = table[table >= 0]
+        table = np.bincount(chosen.ravel()).astype(np.float64)
+    if table.ndim != 1 or not table.size or not np.all(table >= 0) or not table.sum() > 0:
+        raise ValueError(f"{path} holds {table.dtype} {table.shape}: expected loads [E] or integer top-k ids [T, K]")
+    return table.astype(np.float64)

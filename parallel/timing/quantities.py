@@ -22,7 +22,7 @@ MEMORY = (
       "without the MTP layer, although the step below has 62 layers"),
     Q("kv", "memory", "B", "requests * context * kv_token", "cache per GPU"),
     Q("attention_weights", "memory", "B", "layers * attention_params", "attention weights, one copy per GPU"),
-    Q("expert_weights", "memory", "B", "moe_layers * experts_per_gpu * expert_params", "2 routed experts and the shared"),
+    Q("expert_weights", "memory", "B", "moe_layers * experts_per_gpu * expert_params", "routed and shared experts"),
     Q("vocab_weights", "memory", "B", "2 * vocab * hidden", "embedding and head at 1 byte each",
       "real checkpoints keep both in BF16: twice this"),
     Q("weights", "memory", "B", "attention_weights + expert_weights + vocab_weights", "weights per GPU"),
@@ -33,7 +33,8 @@ MEMORY = (
     Q("left_mtp_kv", "memory", "B", "requests * context * latent", "left out: cache of the MTP layer"),
     Q("left_vocab", "memory", "B", "vocab_weights", "left out: the second byte of embedding and head"),
     Q("left_buffers", "memory", "B", "4 * physical_experts * buffer_tokens * (2 * hidden + hidden / 32)",
-      "left out: low-latency buffers, send and receive, two of each", "deepseek-ai/DeepEP csrc/config.hpp; signals apart"),
+      "left out: low-latency buffers, send and receive, two of each",
+      "deepseek-ai/DeepEP csrc/config.hpp; signals apart"),
     Q("used_with_left", "memory", "B", "used + left_dense + left_mtp + left_mtp_kv + left_vocab + left_buffers",
       "cache and weights with what was left out", "activations and CUDA graphs still missing"),
     Q("spare", "memory", "B", "memory - used_with_left", "memory that remains"),
@@ -41,7 +42,7 @@ MEMORY = (
 
 STEP = (
     Q("tokens", "step", "tokens", "requests * verified", "tokens per GPU and step"),
-    Q("attn_memory", "step", "s", "(attention_params + requests * context * latent) / hbm", "attention: read weights, cache"),
+    Q("attn_memory", "step", "s", "(attention_params + requests * context * latent) / hbm", "attention: read"),
     Q("attn_compute", "step", "s", "tokens * context * decode_flop / bf16", "attention: core arithmetic",
       "projections are not counted"),
     Q("attn", "step", "s", "max(attn_memory, attn_compute)", "attention per layer"),
@@ -62,8 +63,8 @@ STEP = (
 )  # fmt: skip
 
 EXPERTS = (
-    Q("rows_per_expert", "experts", "rows", "tokens * decode_gpus * routed / physical_experts", "rows per physical expert"),
-    Q("ridge_rows", "experts", "rows", "fp8 / (2 * hbm)", "rows at which an expert's arithmetic takes as long as its read"),
+    Q("rows_per_expert", "experts", "rows", "tokens * decode_gpus * routed / physical_experts", "rows per expert"),
+    Q("ridge_rows", "experts", "rows", "fp8 / (2 * hbm)", "rows at which an expert computes as long as it reads"),
     Q("ridge_tokens", "experts", "tokens", "fp8 * experts_per_gpu * expert_params / (hbm * (routed + 1) * expert_flop)",
       "tokens per GPU and step at which both moe terms above are equal", "counts the shared expert as the source does"),
     Q("ridge_requests", "experts", "requests", "ridge_tokens / verified", "the same in requests per GPU"),
@@ -91,7 +92,7 @@ COST = (
     Q("revenue", "cost", "$/day",
       "(hit_tokens * price_hit + (input_tokens - hit_tokens) * price_miss + output_tokens * price_output) / 1e6",
       "revenue of a day if every token were billed",
-      "published 562,027: token totals are rounded to a billion; most traffic is free, V3 is cheaper, nights discounted"),
+      "published 562,027: token totals are rounded; most traffic is free, V3 is cheaper, nights are discounted"),
     Q("margin", "cost", "fraction", "revenue / cost - 1", "cost profit margin", "published 545 %: from 562,027"),
     Q("margin_published", "cost", "fraction", "revenue_published / cost - 1", "the margin from the published revenue"),
     Q("cost_per_million", "cost", "$/M", "cost / (output_tokens / 1e6)", "all cost per million output tokens",
@@ -99,16 +100,16 @@ COST = (
 )  # fmt: skip
 
 CHECKS = (
-    Q("prefill_nodes", "checks", "nodes", "input_tokens / (prefill_node * 86400)", "prefill nodes that the rates imply"),
-    Q("decode_nodes", "checks", "nodes", "output_tokens / (decode_node * 86400)", "decode nodes that the rates imply"),
+    Q("prefill_nodes", "checks", "nodes", "input_tokens / (prefill_node * 86400)", "prefill nodes by the rates"),
+    Q("decode_nodes", "checks", "nodes", "output_tokens / (decode_node * 86400)", "decode nodes by the rates"),
     Q("implied_nodes", "checks", "nodes", "prefill_nodes + decode_nodes", "together", "published 226.75"),
     Q("revenue_low", "checks", "$/day",
-      "((hit_tokens - 0.5e9) * price_hit + (input_tokens - hit_tokens - 1e9) * price_miss"
-      " + (output_tokens - 0.5e9) * price_output) / 1e6", "least revenue that rounding to a billion allows",
-      "input total and hit total are rounded on their own, so misses may be 1e9 off"),
+      "((hit_tokens + 0.5e9) * price_hit + (input_tokens - hit_tokens - 1e9) * price_miss"
+      " + (output_tokens - 0.5e9) * price_output) / 1e6", "least revenue that totals rounded to a billion allow",
+      "totals are rounded on their own: the most hits with the least input give the least revenue"),
     Q("revenue_high", "checks", "$/day",
-      "((hit_tokens + 0.5e9) * price_hit + (input_tokens - hit_tokens + 1e9) * price_miss"
-      " + (output_tokens + 0.5e9) * price_output) / 1e6", "most revenue that rounding allows"),
+      "((hit_tokens - 0.5e9) * price_hit + (input_tokens - hit_tokens + 1e9) * price_miss"
+      " + (output_tokens + 0.5e9) * price_output) / 1e6", "most revenue that they allow"),
 )  # fmt: skip
 
 GQA = (
@@ -151,7 +152,7 @@ ISCA = (
     Q("isca_tps", "isca", "tokens/s", "1 / isca_step", "tokens per second and request", "the paper prints 67"),
     Q("isca_nvl_exchange", "isca", "s", "isca_exchange * nic / isca_nvlink", "dispatch and combine within one NVL72"),
     Q("isca_nvl_step", "isca", "s", "layers * 2 * isca_nvl_exchange", "time per output token there"),
-    Q("isca_nvl_tps", "isca", "tokens/s", "1 / isca_nvl_step", "tokens per second there", "the paper prints about 1200"),
+    Q("isca_nvl_tps", "isca", "tokens/s", "1 / isca_nvl_step", "tokens per second there", "the paper: about 1200"),
 )  # fmt: skip
 
 QUANTITIES = MEMORY + STEP + EXPERTS + PREFILL + COST + CHECKS + GQA + FASTER + ISCA

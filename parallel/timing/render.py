@@ -22,6 +22,18 @@ LETTERS = {
     "combine_send": "<",
     "dispatch_recv": ">",
     "combine_recv": ">",
+    "forward": "F",
+    "backward": "B",
+    "input": "b",
+    "weight": "W",
+    "pair": "X",
+}
+PIPELINE_COLOURS = {
+    "forward": "#f7ce5b",
+    "backward": "#8fb8de",
+    "input": "#b9d3ec",
+    "weight": "#c8c8c8",
+    "pair": "#c2d94c",
 }
 COLOURS = ("#f7ce5b", "#c2d94c")  # micro-batch 0 yellow, micro-batch 1 green, as in the published drawings
 LABELS = {
@@ -38,22 +50,46 @@ LABELS = {
 }
 
 
-def gantt(result: Timeline, ranks: Iterable[int], window: tuple[float, float] | None = None, width: int = 100) -> str:
-    """Two lines of text per rank: letters of LETTERS, capital for micro-batch 0 and small for micro-batch 1.
+MILLISECONDS = ("ms", 1e3)
 
-    window: seconds from and to; the whole timeline by default. Raises ValueError for an empty window.
+
+def gantt(
+    result: Timeline,
+    ranks: Iterable[int],
+    window: tuple[float, float] | None = None,
+    width: int = 100,
+    unit: tuple[str, float] = MILLISECONDS,
+) -> str:
+    """A line of text per rank and stream: letters of LETTERS, capital for micro-batch 0 and small for micro-batch 1.
+
+    window: seconds from and to; the whole timeline by default. unit: name, and how many of it a second is.
+    Raises ValueError for an empty window.
     """
     start, end = _window(result, window)
-    lines = [f"{start * 1e3:.3f} ms to {end * 1e3:.3f} ms, {(end - start) / width * 1e6:.1f} us per column"]
+    name, scale = unit
+    column = (end - start) / width * scale
+    lines = [f"{start * scale:.6g} to {end * scale:.6g} {name}, {column:.4g} {name} per column"]
     for rank in ranks:
-        for stream in (COMPUTE, COMM):
+        mine = result.of_rank(rank)
+        for stream in _streams(mine):
             row = ["."] * width
-            for span in result.of_rank(rank):
+            for span in mine:
                 if span.stream == stream and span.end > start and span.start < end:
                     _fill(row, span, start, (end - start) / width)
             lines.append(f"rank {rank:3d} {stream:7s} |{''.join(row)}|")
-    used = "P attention projections, A core attention, E experts, S shared, M merge, F dense MLP, D dispatch, C combine"
-    return "\n".join([*lines, f"{used}; capitals: micro-batch 0, small: micro-batch 1, . idle"])
+    return "\n".join([*lines, LEGENDS[any(span.name in PIPELINE_COLOURS for span in result.spans)]])
+
+
+LEGENDS = {
+    False: "P attention projections, A core attention, E experts, S shared, M merge, F dense MLP, I embedding, O head, "
+    "D dispatch, C combine; capitals: micro-batch 0, small: micro-batch 1, . idle",
+    True: "F forward, B backward, b input gradient, W weight gradient, X forward and backward together, . idle",
+}
+
+
+def _streams(spans):
+    """Compute, and communication where there is any."""
+    return (COMPUTE, COMM) if any(span.stream == COMM for span in spans) else (COMPUTE,)
 
 
 def _window(result, window):
@@ -66,21 +102,28 @@ def _window(result, window):
 def _fill(row, span, start, column):
     """Write a span's letter into every column whose middle it covers."""
     letter = LETTERS[span.name]
-    letter = letter.lower() if span.op.micro_batch == 1 else letter
+    if span.name not in PIPELINE_COLOURS and span.op.micro_batch == 1:
+        letter = letter.lower()
     for place in range(len(row)):
         if span.start <= start + (place + 0.5) * column < span.end:
             row[place] = letter
 
 
-def svg(result: Timeline, ranks: Iterable[int], title: str, window: tuple[float, float] | None = None) -> str:
-    """A drawing with one row per rank and stream, coloured by micro-batch, with a time axis in milliseconds."""
+def svg(
+    result: Timeline,
+    ranks: Iterable[int],
+    title: str,
+    window: tuple[float, float] | None = None,
+    unit: tuple[str, float] = MILLISECONDS,
+) -> str:
+    """A drawing with one row per rank and stream, coloured by micro-batch (inference) or by kind (training)."""
     start, end = _window(result, window)
     ranks = list(ranks)
     left, width, height, gap = 130, 1120, 30, 8
     scale = width / (end - start)
-    rows = {(rank, stream): 40 + (2 * i + j) * (height + gap) for i, rank in enumerate(ranks)
-            for j, stream in enumerate((COMPUTE, COMM))}  # fmt: skip
-    bottom = 40 + 2 * len(ranks) * (height + gap)
+    order = [(rank, stream) for rank in ranks for stream in _streams(result.spans)]
+    rows = {place: 40 + index * (height + gap) for index, place in enumerate(order)}
+    bottom = 40 + len(rows) * (height + gap)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{bottom + 50}" '
         'font-family="sans-serif" font-size="11">',
@@ -93,35 +136,57 @@ def svg(result: Timeline, ranks: Iterable[int], title: str, window: tuple[float,
     for span in result.spans:
         if (span.rank, span.stream) in rows and span.end > start and span.start < end:
             parts += _box(span, rows[span.rank, span.stream], height, left, start, end, scale)
-    parts += _axis(start, end, left, scale, bottom)
+    parts += _axis(start, end, left, scale, bottom, unit)
     parts.append(
-        f'<text x="{left}" y="{bottom + 42}">yellow: micro-batch 0, green: micro-batch 1; '
-        "number: layer; grey: idle</text></svg>"
+        f'<text x="{left}" y="{bottom + 42}">{KEYS[any(span.name in PIPELINE_COLOURS for span in result.spans)]}'
+        "</text></svg>"
     )
     return "\n".join(parts) + "\n"
 
 
+KEYS = {
+    False: "yellow: micro-batch 0, green: micro-batch 1; number: layer; grey: idle",
+    True: "yellow: forward, blue: backward, light blue: input gradient, grey with a frame: weight gradient, "
+    "green: forward and backward together; number: micro-batch",
+}
+
+
+def _colour(span):
+    return PIPELINE_COLOURS.get(span.name) or COLOURS[span.op.micro_batch % 2]
+
+
+def _label(span):
+    """(text, the least width in pixels at which it fits)."""
+    if span.name in PIPELINE_COLOURS:
+        numbers = span.op.micro_batch if span.name == "pair" else (span.op.micro_batch,)
+        text = "+".join(map(str, numbers))
+    else:
+        name = LABELS.get(span.name, span.name)
+        text = f"{name} {span.op.layer}" if name else ""
+    return text, 6.5 * len(text) + 4
+
+
 def _box(span, y, height, left, start, end, scale):
     x0, x1 = left + (max(span.start, start) - start) * scale, left + (min(span.end, end) - start) * scale
-    label = LABELS.get(span.name, span.name)
+    label, needed = _label(span)
     parts = [
-        f'<rect x="{x0:.2f}" y="{y}" width="{x1 - x0:.2f}" height="{height}" fill="{COLOURS[span.op.micro_batch % 2]}" '
+        f'<rect x="{x0:.2f}" y="{y}" width="{x1 - x0:.2f}" height="{height}" fill="{_colour(span)}" '
         f'stroke="#333" stroke-width="0.6"><title>{escape(str(span.op))}: {(span.end - span.start) * 1e6:.1f} us'
         "</title></rect>"
     ]
-    if label and x1 - x0 > 7 * len(label) + 20:
+    if label and x1 - x0 > needed:
         middle = f'x="{(x0 + x1) / 2:.1f}" y="{y + height * 0.65:.1f}" text-anchor="middle"'
-        parts.append(f"<text {middle}>{label} {span.op.layer}</text>")
+        parts.append(f"<text {middle}>{label}</text>")
     return parts
 
 
-def _axis(start, end, left, scale, bottom):
+def _axis(start, end, left, scale, bottom, unit):
     parts = []
     for tick in range(6):
         time = start + (end - start) * tick / 5
         x = left + (time - start) * scale
         parts.append(f'<line x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 6}" stroke="#333"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{time * 1e3:.3f} ms</text>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{time * unit[1]:.5g} {unit[0]}</text>')
     return parts
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from parallel.schedule.executor import execute
 from parallel.schedule.ops import Op, exchange_of
+from parallel.schedule.pipeline import Durations, duration, simulate
 
 COMPUTE, COMM = "compute", "comm"
 
@@ -114,3 +115,17 @@ def timeline(
     execute(schedules, clock.run, clock.ready, clock.waits_for)
     makespan = max([0.0, *clock.free[COMPUTE], *clock.free[COMM]])
     return Timeline(clock.spans, makespan, clock.exposed)
+
+
+PIPELINE_NAMES = {"chunk": "forward", "full": "backward", "input": "input", "weight": "weight", "pair": "pair"}
+
+
+def pipeline_timeline(schedules: Sequence[Sequence[Op]], num_stages: int, times: Durations) -> Timeline:
+    """A training pipeline as a timeline with one compute stream per rank; seconds are the unit of `times`."""
+    result = simulate(schedules, num_stages, times)
+    spans = [
+        Span(op.rank, COMPUTE, start, start + duration(op, times), PIPELINE_NAMES[op.stage], op)
+        for ops, starts in zip(schedules, result.start)
+        for op, start in zip(ops, starts)
+    ]
+    return Timeline(spans, result.makespan, [0.0] * len(schedules))

@@ -20,7 +20,10 @@ class Traffic(NamedTuple):
     nvlink_in: np.ndarray
 
     def received_by(self, loads: Loads) -> "Traffic":
-        """The same bytes sent, received in proportion to the rows that each rank computes (the combine: sent)."""
+        """The same bytes sent, but received in proportion to the rows that each rank computes.
+
+        For combine read it as sent: both directions of a link are priced alike.
+        """
         share = loads.rows / loads.rows.mean()
         return self._replace(rdma_in=self.rdma_in * share, nvlink_in=self.nvlink_in * share)
 
