@@ -59,7 +59,7 @@ def unpack_ue8m0(packed, num_blocks: int | None = None) -> np.ndarray:
     if not held - 4 < num_blocks <= held:
         raise ValueError(f"{packed.shape[-1]} words hold {held - 3} to {held} blocks, not {num_blocks}")
     exponent = np.ascontiguousarray(packed.astype("<i4", copy=False)).view(np.uint8)[..., :num_blocks]
-    scale = np.ldexp(np.float32(1.0), exponent.astype(np.int32) - 127)
+    scale = np.ldexp(np.float32(1.0), np.minimum(exponent, 254).astype(np.int32) - 127)
     return np.where(exponent == 255, np.float32(np.nan), scale)
 
 

@@ -18,7 +18,13 @@ _FLOAT32_MAX = np.finfo(np.float32).max
 SCALES = ("amax / 448", "amax * (1 / 448)", "1 / (448 / amax)", "1 / (448 / float64(amax))")
 APPLICATIONS = ("x / scale", "x * (1 / scale)", "x * (448 / amax)", "x * quant_scale")
 POWER_OF_TWO = ("bits", "log2", "floor_quant_scale", "none")
-LAYOUTS = ("row-major", "column-major", "column-major, rows padded to 4", "blocks as rows, padded to 4")
+LAYOUTS = (
+    "row-major",
+    "column-major",
+    "column-major, rows padded to 4",
+    "row- or column-major; ue8m0 packed by four",
+    "blocks as rows, padded to 4",
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,7 @@ _ALL = (
         apply="x * (448 / amax)",
         power_of_two="bits",
         scale_formats=("float32", "ue8m0"),
+        layout="row- or column-major; ue8m0 packed by four",
     ),
     Recipe(
         "sglang_triton",
@@ -197,3 +204,21 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     if recipe not in RECIPES:
         raise ValueError(f"recipe {recipe!r} is unknown; known are {', '.join(RECIPES)}")
     return RECIPES[recipe]
+
+
+def recipe_table() -> str:
+    """The recipes side by side, as a Markdown table."""
+    columns = {
+        "recipe": lambda r: f"`{r.name}`",
+        "amax floor": lambda r: f"{r.amax_floor:g}" if r.amax_floor else "none; 0, inf, NaN: scale 1",
+        "scale": lambda r: r.scale,
+        "applied as": lambda r: r.apply,
+        "power of two": lambda r: r.power_of_two.replace("_", " "),
+        "scale formats (default first)": lambda r: ", ".join(r.scale_formats),
+        "overflow": lambda r: r.overflow,
+        "scale layout": lambda r: r.layout,
+        "source": lambda r: r.source,
+    }
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(recipe) for cell in columns.values()) + " |" for recipe in RECIPES.values()]
+    return "\n".join(lines)
