@@ -8,10 +8,13 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 
 from refmodel.golden.compare import compare
 from refmodel.golden.names import TABLES
 from refmodel.golden.rules import parse_rule
+
+PICTURES = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--half-split-rope", action="store_true", help="rotated vectors are in half-split order")
     form.add_argument("--by-source", action="store_true", help="match dispatched rows by (rank, token, expert)")
     parser.add_argument("-v", "--verbose", action="store_true", help="all tensors in full")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures of the first failing tensors")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -103,7 +107,10 @@ def run(args: argparse.Namespace) -> int:
         half_split_rope=args.half_split_rope,
         ranks=_pairs("--ranks", args.ranks, "REGEX=LAYOUT"),
         by_source=args.by_source,
+        pictures=PICTURES if args.html else 0,
     )
+    if args.html:
+        Path(args.html).write_text(report.to_html(), encoding="utf-8")
     if args.json:
         json.dump(plain(report.to_json()), sys.stdout, indent=1)
         print()

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ def compare(
     half_split_rope: bool = False,
     ranks: Mapping[str, str] | None = None,
     by_source: bool = False,
+    pictures: int = 0,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Report:
@@ -53,6 +55,7 @@ def compare(
     The actual dump is first brought into our form: `ranks` joins what ranks hold (regular expression -> layout, see
     `unshard`), `names` is the table of an engine ("huggingface", "vllm", "sglang"; names without a counterpart are
     left out with a note), `half_split_rope` takes rotated vectors from half-split to interleaved order.
+    pictures: how many of the first failing tensors get a heat map for `Report.to_html`.
     by_source: match rows of dispatched tensors by the source tensors beside them (see `rows`).
 
     Raises ValueError for an empty dump, no name in common, a golden of another schema, or a bad rule.
@@ -77,7 +80,8 @@ def compare(
     results = []
     for name in chosen:
         if name in left and name in right:
-            results.append(judge_tensor(name, left, right, options))
+            wanted = sum(r.picture is not None for r in results) < pictures
+            results.append(judge_tensor(name, left, right, replace(options, pictures=wanted)))
         elif (missing if name in left else extra) == "error":
             results.append(_one_sided(name, left, right))
     for kind, policy, here, there in (("missing", missing, left, right), ("extra", extra, right, left)):

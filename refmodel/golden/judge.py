@@ -9,6 +9,7 @@ import numpy as np
 from refmodel.golden.dump import Dump, release
 from refmodel.golden.looks import looks_like
 from refmodel.golden.metrics import Difference, measure
+from refmodel.golden.picture import error_picture
 from refmodel.golden.report import TensorResult, place
 from refmodel.golden.rows import Keys, describe, gather, match_rows, source_keys
 from refmodel.golden.rules import Rules
@@ -29,6 +30,7 @@ class Options:
     threads: int = 1
     progress: Callable[[int], None] | None = None
     by_source: bool = False
+    pictures: bool = False
 
 
 def valid_rows(name: str, array: np.ndarray, valid: Mapping, dump: Dump) -> np.ndarray | None:
@@ -100,10 +102,13 @@ def _judge(base: TensorResult, r, a, options: Options, valid, note: str = "") ->
     if status == "differs" and not note:
         note = looks_like(r, a, difference) or "" if valid is None else ""
         note = f"looks: {note}" if note else ""
+    picture = None
+    if options.pictures and status == "differs" and valid is None:
+        picture = error_picture(r, a, difference.rms_reference)
     release(r), release(a)
     if valid is not None:
         note = (note + "; " if note else "") + f"{int(valid.size - valid.sum())} rows not valid and not read"
-    return replace(base, status=status, difference=difference, note=note)
+    return replace(base, status=status, difference=difference, note=note, picture=picture)
 
 
 def _status(d: Difference, tolerance: Tolerance) -> str:

@@ -54,31 +54,28 @@ def _moved(r: np.ndarray, a: np.ndarray, error: float) -> str | None:
     return None
 
 
-def _span(flags: np.ndarray, what: str, unit: int = 1) -> str | None:
-    """Where only some of the rows or columns differ and these stand together."""
+def _span(flags: np.ndarray, what: str) -> str | None:
+    """Which of the rows or columns differ; None where it is all or none of them."""
     bad = np.flatnonzero(flags)
     if len(bad) == 0 or len(bad) == len(flags):
         return None
     first, last = int(bad[0]), int(bad[-1])
     if last - first + 1 != len(bad):
-        return f"{len(bad)} of {len(flags)} {what} differ, the first is {first * unit}"
+        return f"{len(bad)} of {len(flags)} {what} (the first is {first})"
     if first == last:
-        return f"only {what[:-1]} {first * unit} differs"
-    until = "the last" if last == len(flags) - 1 else str((last + 1) * unit - 1)
-    return f"only {what} {first * unit} to {until} differ"
+        return f"{what[:-1]} {first}"
+    return f"{what} {first} to {'the last' if last == len(flags) - 1 else last}"
 
 
 def _places(r: np.ndarray, a: np.ndarray, threshold: float) -> str | None:
     far = np.abs(a - r) > threshold
-    rows, columns = far.shape
-    if columns > COLUMN_BLOCK:
-        starts = np.arange(0, columns, COLUMN_BLOCK)
-        blocks = np.logical_or.reduceat(far, starts, axis=1).any(axis=0)
-        if (seen := _span(blocks, "column blocks of 128")) is not None and blocks.sum() <= len(blocks) / 2:
-            return seen
-    by_row = _span(far.any(axis=1), "rows") if rows > 1 else None
-    by_column = _span(far.any(axis=0), "columns") if columns > 1 else None
-    return by_row or by_column
+    rows, columns = far.any(axis=1), far.any(axis=0)
+    spans = [s for s in (_span(rows, "rows"), _span(columns, "columns")) if s is not None]
+    if len(columns) > COLUMN_BLOCK:
+        blocks = np.logical_or.reduceat(columns, np.arange(0, len(columns), COLUMN_BLOCK))
+        if 2 * blocks.sum() <= len(blocks):
+            spans[-1:] = [_span(blocks, "column blocks of 128").replace("blocks of 128 ", "blocks (of 128) ")]
+    return f"only {' and '.join(spans)} differ" if spans else None
 
 
 def looks_like(reference: np.ndarray, actual: np.ndarray, difference: Difference) -> str | None:

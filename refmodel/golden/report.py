@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from refmodel.golden.metrics import Difference, Worst
 from refmodel.golden.tolerance import Tolerance
 
@@ -16,6 +18,7 @@ class TensorResult:
     status: identical (bit for bit, but for the sign of zero and NaN payloads), close (within tolerance),
     tie (routing that differs only where candidates tie), differs, shape, dtype, missing (only in the reference),
     extra (only in the actual dump). note: what the difference looks like, or what was done to compare.
+    picture: worst errors on a coarse grid, where `compare` was asked for pictures.
     """
 
     name: str
@@ -27,6 +30,7 @@ class TensorResult:
     tolerance: Tolerance | None = None
     difference: Difference | None = None
     note: str = ""
+    picture: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -143,6 +147,12 @@ class Report:
             "notes": list(self.notes),
             "tensors": [result.to_dict() for result in self.results],
         }
+
+    def to_html(self) -> str:
+        """One HTML page that needs no network."""
+        from refmodel.golden.html import render
+
+        return render(self)
 
     def to_text(self, verbose: bool = False, limit: int = 10) -> str:
         """The headline, the first failing tensors in full, then one line for each other failing tensor.

@@ -113,3 +113,9 @@ def test_bad_files_are_clear_errors(files, tmp_path):
     (tmp_path / "cut.safetensors").write_bytes((files / "golden.safetensors").read_bytes()[:50])
     with pytest.raises(ValueError, match=r"cut\.safetensors"):
         run(files / "golden.safetensors", tmp_path / "cut.safetensors")
+
+
+def test_html_is_written_beside_the_text(files, capsys):
+    assert run(files / "golden.safetensors", files / "scaled.npz", "--html", files / "page.html") == 1
+    assert "diverges first" in capsys.readouterr().out
+    assert "layers.0.attn_core.out diverges first" in (files / "page.html").read_text(encoding="utf-8")
