@@ -1,0 +1,126 @@
+"""A row's bits do not depend on the rows beside it."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8 import quantize
+from refmodel import rowcounts
+from refmodel.linear import DenseWeight, Fp8Weight, linear, matmul_rows
+
+SHAPES = [(256, 256), (192, 768), (512, 1024), (64, 576), (300, 100)]
+
+
+def weight(K, N, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return DenseWeight.from_rows(rng.normal(size=(N, K)).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("K", "N"), SHAPES)
+def test_rows_are_independent(K, N, dtype):
+    rng = np.random.default_rng(1)
+    w, x = weight(K, N, dtype), (rng.normal(size=(600, K)) * np.exp2(rng.integers(-9, 9, (600, K)))).astype(dtype)
+    together = linear(x, w)
+    for start, stop in [(0, 1), (7, 8), (3, 20), (5, 140), (599, 600), (1, 600), (40, 73)]:
+        assert linear(x[start:stop], w).tobytes() == together[start:stop].tobytes()
+    order = rng.permutation(600)
+    assert linear(x[order], w).tobytes() == together[order].tobytes()
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 70), min_size=1, max_size=6))
+def test_any_cut_of_the_rows_gives_the_same_bits(seed, parts):
+    rng = np.random.default_rng(seed)
+    w = weight(96, 80, np.float32)
+    x = rng.normal(size=(sum(parts), 96)).astype(np.float32)
+    edges = np.cumsum([0, *parts])
+    cut = np.concatenate([linear(x[a:b], w) for a, b in zip(edges, edges[1:])])
+    assert cut.tobytes() == linear(x, w).tobytes()
+
+
+def test_product_is_right():
+    rng = np.random.default_rng(2)
+    rows, x = rng.integers(-8, 8, (5, 7)).astype(float), rng.integers(-8, 8, (3, 7)).astype(float)
+    np.testing.assert_array_equal(linear(x, DenseWeight.from_rows(rows)), x @ rows.T)
+
+
+def test_plan_covers_the_rows_with_allowed_counts():
+    counts = rowcounts.row_counts(weight(128, 64, np.float64).matrix)
+    for rows in [*range(70), 100, 513, 1000, 1537]:
+        plan = counts.plan(rows)
+        assert [start for start, _ in plan] == list(np.cumsum([0, *(count for _, count in plan)])[:-1])
+        assert all(counts.allowed(count) for _, count in plan)
+        assert rows <= sum(count for _, count in plan) < rows + rowcounts.ANCHOR + rows // 2 + 1
+
+
+def test_a_count_that_changes_bits_is_found_and_not_used(monkeypatch):
+    """A BLAS whose 4-row kernel rounds otherwise, and one whose every kernel looks at the position."""
+    true = np.matmul
+
+    def four_rows_differ(a, b, **kwargs):
+        out = true(a, b, **kwargs)
+        return np.nextafter(out, np.inf) if a.shape[-2] == 4 else out
+
+    matrix = np.random.default_rng(0).normal(size=(40, 48))
+    monkeypatch.setattr(np, "matmul", four_rows_differ)
+    counts = rowcounts.RowCounts(matrix)
+    assert counts.anchored
+    assert counts.allowed(2)
+    assert not counts.allowed(4)
+    assert all(count != 4 for rows in range(40) for _, count in counts.plan(rows))
+
+    def position_matters(a, b, **kwargs):
+        out = true(a, b, **kwargs)
+        return out * (1 + np.arange(a.shape[-2])[:, None] * 2.0**-50)
+
+    monkeypatch.setattr(np, "matmul", position_matters)
+    counts = rowcounts.RowCounts(matrix)
+    assert not counts.anchored
+    assert counts.plan(3) == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_stacked_products_are_independent_too():
+    rng = np.random.default_rng(3)
+    x, w = rng.normal(size=(4, 77, 64)), rng.normal(size=(4, 64, 48))
+    together = matmul_rows(x, w)
+    np.testing.assert_allclose(together, x @ w, rtol=1e-12)
+    assert matmul_rows(np.ascontiguousarray(x[:, 13:18]), w).tobytes() == together[:, 13:18].tobytes()
+    transposed = np.ascontiguousarray(w.swapaxes(1, 2)).swapaxes(1, 2)
+    blocks = matmul_rows(x[:, None], transposed[:, None])  # key blocks: one more axis
+    assert blocks.shape == (4, 1, 77, 48)
+
+
+def test_fp8_equals_fractions():
+    rng = np.random.default_rng(4)
+    w_q = quantize(rng.normal(size=(40, 200)).astype(np.float32), (128, 128))
+    x_q = quantize(rng.normal(size=(3, 200)).astype(np.float32), (1, 128))
+    got = linear(x_q, Fp8Weight.from_parts([w_q]))
+    for t in range(3):
+        for n in range(0, 40, 13):
+            total = np.float32(0)
+            for b, (start, stop) in enumerate([(0, 128), (128, 200)]):
+                exact = sum(
+                    Fraction(float(x_q.codes[t, k])) * Fraction(float(w_q.codes[n, k])) for k in range(start, stop)
+                )
+                total += np.float32(float(exact)) * x_q.scale[t, b] * w_q.scale[n // 128, b]
+            assert got[t, n] == total
+
+
+def test_fp8_parts_with_their_own_grid_stand_side_by_side():
+    rng = np.random.default_rng(5)
+    parts = [quantize(rng.normal(size=(n, 256)).astype(np.float32), (128, 128)) for n in (32, 200, 64)]
+    x = quantize(rng.normal(size=(9, 256)).astype(np.float32), (1, 128))
+    joined = linear(x, Fp8Weight.from_parts(parts))
+    apart = np.concatenate([linear(x, Fp8Weight.from_parts([part])) for part in parts], axis=1)
+    assert joined.tobytes() == apart.tobytes()
+
+
+def test_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="float64 weight of 256 inputs"):
+        linear(np.zeros((1, 255)), weight(256, 16, np.float64))
+    with pytest.raises(ValueError, match="takes BlockScaled rows"):
+        linear(np.zeros((1, 128)), Fp8Weight.from_parts([quantize(np.ones((16, 128), np.float32), (128, 128))]))
