@@ -115,12 +115,14 @@ class Network:
                 raise ValueError(
                     f"rank {src}, {describe(tag)}: splits add up to {splits.sum()}, not to {min(rows)} rows"
                 )
-        if control is not None and control_to is None:
+        if control is None:
+            control_to = ()
+        elif control_to is None:
             control_to = destinations
         owned = {name: _owned(array) for name, (array, _) in arrays.items()}
         classes = {name: cls for name, (_, cls) in arrays.items()}
         offsets = {name: np.concatenate([[0], np.cumsum(length)]) for name, length in lengths.items()}
-        return Outgoing(owned, classes, starts, splits, destinations, control, tuple(control_to or ()), offsets, terms)
+        return Outgoing(owned, classes, starts, splits, destinations, control, tuple(control_to), offsets, terms)
 
     def _record(self, src: int, outgoing: Outgoing, tag: Tag) -> None:
         if outgoing.arrays:

@@ -1,5 +1,12 @@
 """Dispatch and combine: how token rows reach their experts' ranks and come back."""
 
+from parallel.dispatch.deepep_elastic import elastic_dispatch, elastic_expand
+from parallel.dispatch.deepep_low_latency import (
+    get_next_low_latency_combine_buffer,
+    low_latency_combine,
+    low_latency_dispatch,
+)
+from parallel.dispatch.deepep_normal import normal_combine, normal_dispatch
 from parallel.dispatch.dialects import DIALECTS, make_exchange
 from parallel.dispatch.elastic_rows import CapacityError
 from parallel.dispatch.exchange import STAGES, Exchange, Pairs
@@ -13,9 +20,16 @@ __all__ = [
     "DispatchLayout",
     "Exchange",
     "Pairs",
+    "elastic_dispatch",
+    "elastic_expand",
     "elastic_reduce",
     "get_dispatch_layout",
+    "get_next_low_latency_combine_buffer",
+    "low_latency_combine",
+    "low_latency_dispatch",
     "low_latency_reduce",
     "make_exchange",
+    "normal_combine",
+    "normal_dispatch",
     "normal_reduce",
 ]

@@ -29,6 +29,7 @@ class ElasticDirectExchange(RankRowsExchange):
 
     def dispatch_recv(self):
         pairs = super().dispatch_recv()
+        self.recv_arrays = self._received
         self.recv_src_token_idx = self._received["src_token_global_idx"]
         return pairs
 

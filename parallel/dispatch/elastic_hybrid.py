@@ -71,7 +71,7 @@ class ElasticHybridExchange(Exchange):
         self._direct = direct.counts[[self._not_rails.index(rank) for rank in self._peers]]
         self._through = forwarded.counts
         arrays = {name: np.concatenate([direct.arrays[name], forwarded.arrays[name]]) for name in direct.arrays}
-        self.recv_src_token_idx = arrays["src_token_global_idx"]
+        self.recv_arrays, self.recv_src_token_idx = arrays, arrays["src_token_global_idx"]
         local = self.num_local_experts
         ids = localize(arrays["topk_idx"], self.rank * local, local)
         order = np.argsort(self.recv_src_token_idx, kind="stable")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.dispatch.layout import check_topk_idx, experts_per_rank
+from parallel.dispatch.payload import num_rows
 from parallel.network import Network, Received, Tag
 
 STAGES = ("dispatch_send", "dispatch_forward", "dispatch_recv", "combine_send", "combine_forward", "combine_recv")
@@ -94,7 +95,7 @@ class Exchange:
     def _checked(self, x, topk_idx, topk_weights) -> tuple[np.ndarray, np.ndarray]:
         topk_idx = check_topk_idx(topk_idx, self.num_experts, self.topology)
         topk_weights = np.asarray(topk_weights)
-        tokens = len(x.codes) if hasattr(x, "codes") else len(x)
+        tokens = num_rows(x)
         if topk_weights.shape != topk_idx.shape or len(topk_idx) != tokens:
             raise ValueError(
                 f"rank {self.rank}, layer {self.layer}: {tokens} rows, topk_idx {topk_idx.shape}, topk_weights "

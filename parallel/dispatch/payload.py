@@ -8,12 +8,19 @@ BLOCK = (1, 128)
 
 
 def payload_arrays(x) -> dict[str, tuple[np.ndarray, str]]:
-    """`x` ([T, D] rows or BlockScaled rows) as named arrays with their byte classes."""
+    """`x` ([T, D] rows, BlockScaled rows or a pair (codes, scales)) as named arrays with their byte classes."""
+    if isinstance(x, tuple):
+        return {"codes": (np.asarray(x[0]), "payload"), "scale": (np.asarray(x[1]), "scales")}
     if isinstance(x, BlockScaled):
         if tuple(x.block) != BLOCK:
             raise ValueError(f"rows are scaled in blocks of {tuple(x.block)}: rows travel in blocks of {BLOCK}")
         return {"codes": (x.codes, "payload"), "scale": (x.scale, "scales")}
     return {"x": (np.asarray(x), "payload")}
+
+
+def num_rows(x) -> int:
+    """Rows of `x` in any of its forms."""
+    return len(next(iter(payload_arrays(x).values()))[0])
 
 
 def take_rows(arrays: dict[str, tuple[np.ndarray, str]], index: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
@@ -26,6 +33,11 @@ def join_payload(arrays: dict[str, np.ndarray]):
     if "codes" in arrays:
         return BlockScaled(arrays["codes"], arrays["scale"], BLOCK)
     return arrays["x"]
+
+
+def join_like(x, arrays: dict[str, np.ndarray]):
+    """The rows of a received message: a pair (codes, scales) where `x` is one, else as `join_payload`."""
+    return (arrays["codes"], arrays["scale"]) if isinstance(x, tuple) else join_payload(arrays)
 
 
 def padding_array(num_rows: int, row_bytes: int, multiple: int) -> dict[str, tuple[np.ndarray, str]]:

@@ -73,6 +73,7 @@ class RankRowsExchange(Exchange):
         return {}
 
 
-def sum_by_token(rows: np.ndarray, token: np.ndarray, num_tokens: int) -> np.ndarray:
-    """[T, D]: rows [n, D] added by their token in the order in which they stand, rounded once."""
-    return ordered_sum(rows, order_by(token, num_tokens), np.bincount(token, minlength=num_tokens))
+def sum_by_token(rows: np.ndarray, token: np.ndarray, num_tokens: int, initial=None) -> np.ndarray:
+    """[T, D]: rows [n, D] added by their token in the order in which they stand (to `initial`), rounded once."""
+    counts = np.bincount(token, minlength=num_tokens)
+    return ordered_sum(rows, order_by(token, num_tokens), counts, initial=initial)
