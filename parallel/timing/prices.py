@@ -84,10 +84,10 @@ class Prices:
         rows = batch.tokens * scenario.shape.num_experts_per_tok
         if loads is None:
             return [price(stage_work(stage, batch, scenario.shape, rows, scenario.experts_per_rank))] * ranks
-        share = loads.rows / loads.rows.mean()
+        share = (loads.rows / loads.rows.mean()).tolist()
         return [
             price(stage_work(stage, batch, scenario.shape, rows * part, experts))
-            for part, experts in zip(share, loads.experts)
+            for part, experts in zip(share, loads.experts.tolist())
         ]
 
     def _roofline(self, stage):

@@ -125,7 +125,7 @@ def svg(
     rows = {place: 40 + index * (height + gap) for index, place in enumerate(order)}
     bottom = 40 + len(rows) * (height + gap)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{bottom + 50}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 40}" height="{bottom + 50}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="10" y="20" font-size="14">{escape(title)}</text>',
@@ -155,26 +155,26 @@ def _colour(span):
     return PIPELINE_COLOURS.get(span.name) or COLOURS[span.op.micro_batch % 2]
 
 
-def _label(span):
-    """(text, the least width in pixels at which it fits)."""
+def _label(span, width):
+    """The longest text that fits into `width` pixels, perhaps none."""
     if span.name in PIPELINE_COLOURS:
         numbers = span.op.micro_batch if span.name == "pair" else (span.op.micro_batch,)
-        text = "+".join(map(str, numbers))
+        texts = ["+".join(map(str, numbers))]
     else:
         name = LABELS.get(span.name, span.name)
-        text = f"{name} {span.op.layer}" if name else ""
-    return text, 6.5 * len(text) + 4
+        texts = [f"{name} {span.op.layer}", name] if name else []
+    return next((text for text in texts if 6.5 * len(text) + 4 < width), "")
 
 
 def _box(span, y, height, left, start, end, scale):
     x0, x1 = left + (max(span.start, start) - start) * scale, left + (min(span.end, end) - start) * scale
-    label, needed = _label(span)
+    label = _label(span, x1 - x0)
     parts = [
         f'<rect x="{x0:.2f}" y="{y}" width="{x1 - x0:.2f}" height="{height}" fill="{_colour(span)}" '
         f'stroke="#333" stroke-width="0.6"><title>{escape(str(span.op))}: {(span.end - span.start) * 1e6:.1f} us'
         "</title></rect>"
     ]
-    if label and x1 - x0 > needed:
+    if label:
         middle = f'x="{(x0 + x1) / 2:.1f}" y="{y + height * 0.65:.1f}" text-anchor="middle"'
         parts.append(f"<text {middle}>{label}</text>")
     return parts
