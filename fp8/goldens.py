@@ -30,6 +30,7 @@ GROUPS = (2, 9)
 GROUPED_ROWS = 128  # rows per expert of a masked product, and the most real rows of a group of a contiguous one
 KINDS = ("dense", "contiguous", "masked")
 _BLOCK = 128
+_CHUNK = 1 << 16  # values made at a time
 
 
 @dataclass(frozen=True)
@@ -104,46 +105,62 @@ class GoldenCase:
             yield f"{self.name}.d", grouped_gemm_masked(a, b, self.counts()).out
             yield f"{self.name}.masked_m", self.counts()
 
+    def digest(self) -> str:
+        """SHA-256 of all tensors, names and bytes in order: equal on every machine."""
+        hasher = hashlib.sha256()
+        for name, array in self.build():
+            hasher.update(name.encode())
+            hasher.update(np.ascontiguousarray(array).tobytes())
+        return hasher.hexdigest()
+
     def operand_a(self) -> BlockScaled:
         """Rows in 1 x 128 blocks; rows that no group owns are zero."""
-        if self.kind == "dense":
-            values = random_values((self.num_rows, self.k), self._stream("a"))
-        elif self.kind == "contiguous":
-            layout = self.layout.grouped_layout
-            values = random_values((layout.size, self.k), self._stream("a"))
-            values[layout < 0] = 0
-        else:
-            values = random_values((self.groups, self.num_rows, self.k), self._stream("a"))
-            values[np.arange(self.num_rows) >= self.counts()[:, None]] = 0
+        if self.kind == "masked":
+            groups = [self._values((self.num_rows, self.k), f"a/{group}") for group in range(self.groups)]
+            for values, count in zip(groups, self.counts()):
+                values[count:] = 0
+            return quantize(np.stack(groups), (1, _BLOCK), scale_format=self.scale_format)
+        layout = self.layout.grouped_layout if self.kind == "contiguous" else np.zeros(self.num_rows, np.int32)
+        values = self._values((layout.size, self.k), "a")
+        values[layout < 0] = 0
         return quantize(values, (1, _BLOCK), scale_format=self.scale_format)
 
     def operand_b(self) -> BlockScaled:
         """Weights in 128 x 128 blocks, a stack of them for grouped products."""
-        shape = (self.n, self.k) if self.kind == "dense" else (self.groups, self.n, self.k)
-        return quantize(random_values(shape, self._stream("b")), (_BLOCK, _BLOCK), scale_format=self.scale_format)
+        weights = []
+        for group in range(self.groups):
+            values = self._values((self.n, self.k), f"b/{group}")
+            weights.append(quantize(values, (_BLOCK, _BLOCK), scale_format=self.scale_format))
+        if self.kind == "dense":
+            return weights[0]
+        codes, scale = (np.stack([getattr(weight, name) for weight in weights]) for name in ("codes", "scale"))
+        return BlockScaled(codes, scale, (_BLOCK, _BLOCK))
 
-    def _stream(self, operand: str) -> np.random.PCG64:
+    def _values(self, shape: tuple[int, int], operand: str) -> np.ndarray:
         key = f"{self.name}/{self.scale_format}/{operand}/{self.seed}".encode()
-        return np.random.PCG64(int.from_bytes(hashlib.sha256(key).digest()[:16], "little"))
+        return random_values(shape, int.from_bytes(hashlib.sha256(key).digest()[:16], "little"))
 
 
-def random_values(shape: tuple[int, ...], stream: np.random.PCG64) -> np.ndarray:
-    """bfloat16 values of a bell shape with blocks of different size, from integers alone.
+def random_values(shape: tuple[int, int], seed: int) -> np.ndarray:
+    """bfloat16 [M, K] of a bell shape with blocks of different size, from integers alone.
 
     The sum of four uniform 16-bit integers, less its mean, is close to normal with standard deviation 2^16 / sqrt(3);
-    each run of 128 along the last axis is multiplied by a power of two from 2^-3 to 2^3.
+    each run of 128 along a row is multiplied by a power of two from 2^-3 to 2^3. Rows are made a few at a time.
     """
-    size = int(np.prod(shape))
-    bits = stream.random_raw(size) if size else np.zeros(0, np.uint64)
-    parts = bits.astype("<u8", copy=False).view("<u2").reshape(-1, 4)
-    total = parts[:, 0].astype(np.int32)
-    for index in range(1, 4):
-        total += parts[:, index]
-    values = (total - 2 * 65535).astype(np.float32).reshape(-1, shape[-1])
-    blocks = num_blocks(shape[-1], _BLOCK)
-    exponents = (stream.random_raw(values.shape[0] * blocks) % 7).astype(np.int32).reshape(-1, blocks) - 3
-    scale = np.ldexp(np.float32(2.0**-16), np.repeat(exponents, _BLOCK, axis=1)[:, : shape[-1]])
-    return (values * scale).astype(ml_dtypes.bfloat16).reshape(shape)
+    stream = np.random.PCG64(seed)
+    exponent_stream = stream.jumped()
+    num_rows, num_columns = shape
+    blocks = num_blocks(num_columns, _BLOCK)
+    out = np.empty(shape, ml_dtypes.bfloat16)
+    rows_at_a_time = max(1, _CHUNK // max(num_columns, 1))
+    for start in range(0, num_rows if num_columns else 0, rows_at_a_time):
+        rows = out[start : start + rows_at_a_time]
+        raw = stream.random_raw(rows.size).astype("<u8", copy=False).view("<u2").reshape(-1, 4)
+        total = raw.astype(np.int32).sum(axis=1, dtype=np.int32) - 2 * 65535
+        exponent = (exponent_stream.random_raw(len(rows) * blocks) % 7).astype(np.int32).reshape(-1, blocks) - 3
+        scale = np.ldexp(np.float32(2.0**-16), np.repeat(exponent, _BLOCK, axis=1)[:, :num_columns])
+        rows[...] = total.astype(np.float32).reshape(rows.shape) * scale
+    return out
 
 
 def v3_cases(rows=ROWS, groups=GROUPS, scale_format: str = "float32", seed: int = 0) -> tuple[GoldenCase, ...]:

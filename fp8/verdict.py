@@ -69,9 +69,11 @@ def judge(reference, actual, bound=None, defined=None) -> Verdict:
     bad = wrong.any(axis=1) | ((scores > ROW_LIMIT) if bound is None else (ratio > 1).any(axis=1))
     bad |= (np.isinf(expected) | np.isinf(got)).any(axis=1) & ((expected != got) & ~np.isnan(expected)).any(axis=1)
     worst = int(scores.argmax())
-    energy = float((x * x).sum())
-    factor = float((x * y).sum()) / energy if energy else 1.0
-    hint = _hint(x, y, factor, int(wrong.sum())) if bad.any() else ""
+    both = np.isfinite(expected) & np.isfinite(got)
+    x_both, y_both = np.where(both, x, 0.0), np.where(both, y, 0.0)
+    energy = float((x_both * x_both).sum())
+    factor = float((x_both * y_both).sum()) / energy if energy else 1.0
+    hint = _hint(x_both, y_both, factor, int(wrong.sum())) if bad.any() else ""
     numbers = (int(bad.sum()), bad.size, int((ratio > 1).sum()), float(ratio.max(initial=0.0)))
     return Verdict(calc_diff(x, y), int(row_numbers[worst]), float(scores[worst]), *numbers, factor, hint)
 
