@@ -1,28 +1,35 @@
 """What a model of the DeepSeek-V3 family is: the fields of its Hugging Face `config.json`, checked on construction."""
 
-import math
 from dataclasses import dataclass, field, fields
 
 SCORING_FUNCS = ("sigmoid", "softmax")
 TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
 TORCH_DTYPES = ("bfloat16", "float16", "float32", "float64")
+MAX_INT = 2**31 - 1
+MAX_EXPERTS = 200_000  # over all layers; eight times the largest published model has
 
 
 def _refuse(name: str, value, rule: str):
-    raise ValueError(f"config: {name} = {value!r}: {rule}")
+    large = type(value) is int and value.bit_length() > 64
+    text = f"an integer of {value.bit_length()} bits" if large else repr(value)
+    raise ValueError(f"config: {name} = {text[:100]}: {rule}")
 
 
 def _check_ints(owner, minimum: int, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if type(value) is not int or value < minimum:
-            _refuse(name, value, f"must be an integer >= {minimum}")
+        if type(value) is not int or not minimum <= value <= MAX_INT:
+            _refuse(name, value, f"must be an integer >= {minimum}{_limit(value)}")
+
+
+def _limit(value) -> str:
+    return f" and <= {MAX_INT}" if type(value) is int and value > MAX_INT else ""
 
 
 def _check_number(owner, name: str, above: float, inclusive: bool = False) -> None:
     value = getattr(owner, name)
-    if type(value) not in (int, float) or not math.isfinite(value):
-        _refuse(name, value, "must be a finite number")
+    if type(value) not in (int, float) or not abs(value) <= MAX_INT:
+        _refuse(name, value, f"must be a number within {MAX_INT}")
     if value < above or (value == above and not inclusive):
         _refuse(name, value, f"must be {'>=' if inclusive else '>'} {above}")
 
@@ -154,6 +161,8 @@ class ModelConfig:
         self._check_tokens()
         if self.hidden_act != "silu":
             _refuse("hidden_act", self.hidden_act, "only 'silu' (SwiGLU) is computed")
+        if type(self.model_type) is not str:
+            _refuse("model_type", self.model_type, "must be a string")
         if self.attention_bias:
             _refuse("attention_bias", True, "no member of the family has biases in attention; they are not computed")
         if self.torch_dtype not in TORCH_DTYPES:
@@ -169,6 +178,8 @@ class ModelConfig:
             _refuse("n_group", self.n_group, f"must divide n_routed_experts = {self.n_routed_experts}")
         if self.topk_group > self.n_group:
             _refuse("topk_group", self.topk_group, f"must not exceed n_group = {self.n_group}")
+        if self.n_routed_experts * self.num_layers > MAX_EXPERTS:
+            _refuse("n_routed_experts", self.n_routed_experts, f"{self.num_layers} layers of it exceed {MAX_EXPERTS}")
         group = self.n_routed_experts // self.n_group
         if self.topk_method == "noaux_tc" and self.n_group > 1 and group < 2:
             _refuse("n_group", self.n_group, "leaves one expert per group; a group's score is the sum of its best two")

@@ -131,9 +131,11 @@ def _layer_types(raw: dict, values: dict) -> None:
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return
-    dense = kinds.count("dense") if isinstance(kinds, list) else -1
-    if kinds != ["dense"] * dense + ["sparse"] * (values.get("num_hidden_layers", 0) - dense):
-        raise ValueError(f"mlp_layer_types = {str(kinds)[:80]}: must be dense layers, then sparse, one for each layer")
+    if not isinstance(kinds, list) or len(kinds) != values.get("num_hidden_layers"):
+        raise ValueError(f"mlp_layer_types = {str(kinds)[:80]}: must be a list with one entry for each layer")
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise ValueError(f"mlp_layer_types = {str(kinds)[:80]}: must be dense layers, then sparse ones")
     if values.setdefault("first_k_dense_replace", dense) != dense:
         told = values["first_k_dense_replace"]
         raise ValueError(f"first_k_dense_replace = {told!r} contradicts {dense} dense layers in mlp_layer_types")
@@ -167,15 +169,15 @@ def _rope(raw: dict, assumed: list[str]) -> dict:
 
 
 def _scaling(entry: dict, assumed: list[str]) -> RopeScaling | None:
-    kinds = {entry[key] for key in ("type", "rope_type") if entry.get(key) is not None}
-    if len(kinds) > 1:
+    kinds = [entry[key] for key in ("type", "rope_type") if entry.get(key) is not None]
+    if kinds[1:] and kinds[0] != kinds[1]:
         raise ValueError(f"rope_scaling type {entry['type']!r} contradicts rope_type {entry['rope_type']!r}")
     values = {key: value for key, value in entry.items() if key not in ROPE_OTHER and value is not None}
     if entry.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"partial_rotary_factor = {entry['partial_rotary_factor']!r}: the rotated width is its own field"
         )
-    kind = kinds.pop() if kinds else None
+    kind = kinds[0] if kinds else None
     if kind is None and values:
         if not values.keys() >= {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}:
             raise ValueError(f"rope_scaling = {entry!r}: no type, and the fields do not tell")

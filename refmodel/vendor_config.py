@@ -49,17 +49,18 @@ def from_vendor(raw: dict) -> dict:
     filled = {**DEFAULTS, **YARN, **raw}
     result = {name: filled[vendor] for vendor, name in NAMES.items() if vendor in filled}
     sigmoid = result["scoring_func"] == "sigmoid"
-    grouped = "group_limited_greedy" if filled["n_expert_groups"] > 1 else "greedy"
+    grouped = "greedy" if filled["n_expert_groups"] == 1 else "group_limited_greedy"
+    length, factor = filled["original_seq_len"], filled["rope_factor"]
     result.update(
         topk_method="noaux_tc" if sigmoid else grouped,
         norm_topk_prob=sigmoid,
         rms_norm_eps=1e-6,
-        max_position_embeddings=filled["original_seq_len"] * filled["rope_factor"],
+        max_position_embeddings=length * factor if type(length) is int and type(factor) is int else length,
         torch_dtype="bfloat16",
         rope_scaling={
             "type": "yarn",
-            "factor": filled["rope_factor"],
-            "original_max_position_embeddings": filled["original_seq_len"],
+            "factor": factor,
+            "original_max_position_embeddings": length,
             "beta_fast": filled["beta_fast"],
             "beta_slow": filled["beta_slow"],
             "mscale": filled["mscale"],
