@@ -119,6 +119,13 @@ class Deployment:
         tokens = iter(done.tokens)
         return [[next(tokens) for _ in requests] for requests in batch]
 
+    def _check_nesting(self, batch):
+        if len(batch) != self.topology.num_ranks:
+            raise ValueError(
+                f"{len(batch)} rank lists for {self.topology.num_ranks} ranks: a batch holds one list of id arrays for "
+                "each rank, empty where a rank has no request"
+            )
+
     def generate_batch(self, prompts, max_new_tokens: int, **settings) -> Generated:
         """New tokens after several prompts; request i is on rank i mod ranks unless `run` placed it."""
         return generate(self, [self.model.check_ids(prompt) for prompt in prompts], max_new_tokens, **settings)
@@ -266,6 +273,8 @@ def default_placement(num_experts: int, redundant_experts: int, topology: Topolo
 def _collect(items, work) -> list[Step]:
     """Rows of all micro-batches back in the order of the items."""
     parts = [part for part in work.values() if len(part.rows)]
+    if not parts:
+        return split_steps(items, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
     rows = np.concatenate([part.rows for part in parts])
     order = np.argsort(rows)
     values = {

@@ -45,13 +45,18 @@ class PlacedExchange:
         return slots
 
     def _origins(self):
-        """(source rank, source token) of every received row, in the receive order of the dialect."""
+        """(source rank, source token) of every received row [M]."""
         ranks, tokens = [], []
         for source in sorted(self._routed):
             token = self._received_tokens(self._routed[source][1])
             ranks.append(np.full(len(token), source))
             tokens.append(token)
-        return np.concatenate(ranks), np.concatenate(tokens)
+        origins = np.concatenate(ranks), np.concatenate(tokens)  # in receive order
+        order = getattr(self.exchange, "recv_order", None)  # where rows lie otherwise: after a middle hop
+        if order is None:
+            return origins
+        place = np.argsort(order, kind="stable")
+        return origins[0][place], origins[1][place]
 
     def _received_tokens(self, sent):
         """Tokens of one source whose rows come here, in receive order; `sent` int [T, K] physical ids."""

@@ -84,7 +84,8 @@ class LatentCache:
             count = min(PAGE_SIZE - slot, len(rows) - done)
             pages[self.block_table[page], slot : slot + count] = rows[done : done + count]
             done += count
-        self.written[layer] = start + len(rows)
+        if start <= self.written[layer]:  # rows behind a gap do not count before the gap is filled in order
+            self.written[layer] = start + len(rows)
 
     def rows(self, layer: int, tokens: int | None = None) -> np.ndarray:
         """A copy of the first `tokens` (default: all valid) rows of a layer: [tokens, C + P]."""

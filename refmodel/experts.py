@@ -48,8 +48,8 @@ def project(x, weight, numerics: Numerics):
 def gated_mlp(x, expert: Expert, numerics: Numerics, emit=None) -> np.ndarray:
     """down(silu(gate(x)) * up(x)) with its rounding points: [T, D] (or quantised rows) -> [T, D]."""
     gate_up = project(x, expert.gate_up, numerics)  # [T, 2 I]
-    I = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :I], gate_up[:, I:]
+    width = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width], gate_up[:, width:]
     product = numerics.store(swiglu(gate, up, dtype=numerics.compute), "activation_product")  # [T, I]
     if emit is not None:
         emit("gate", gate), emit("up", up), emit("product", product)

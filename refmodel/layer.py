@@ -155,8 +155,9 @@ def dispatch_send(state, layer, scope):
         payload = linear_input(payload, experts[0].gate_up, state.numerics)
         scope.emit("codes", payload.codes)
         scope.emit("scale", payload.scale)
-    values["exchange"] = state.exchange(layer)
-    values["exchange"].dispatch_send(payload, values["topk_idx"], values["topk_weights"])
+    exchange = state.exchange(layer)
+    exchange.dispatch_send(payload, values["topk_idx"], values["topk_weights"])
+    values["exchange"] = exchange
 
 
 def dispatch_forward(state, layer, scope):
@@ -218,8 +219,9 @@ def merge(state, layer, scope):
     routed, shared_out = values.pop("routed"), values.pop("shared")
     moe = routed if shared_out is None else add(state, routed, shared_out, "moe_output")
     scope.emit("moe", moe)
-    values["hidden"] = add(state, values["hidden"], moe, "residual")
-    scope.emit("residual", values["hidden"])
+    hidden = add(state, values["hidden"], moe, "residual")
+    scope.emit("residual", hidden)
+    values["hidden"] = hidden
     del values["ffn_input"], values["topk_idx"], values["topk_weights"]
 
 
@@ -227,8 +229,9 @@ def mlp(state, layer, scope):
     values = state.values
     out = gated_mlp(values.pop("ffn_input"), state.weights.layer(layer).mlp, state.numerics, scope.emit)
     scope.emit("out", out)
-    values["hidden"] = add(state, values["hidden"], out, "residual")
-    scope.emit("residual", values["hidden"])
+    hidden = add(state, values["hidden"], out, "residual")
+    scope.emit("residual", hidden)
+    values["hidden"] = hidden
 
 
 def final(state, layer, scope):
@@ -242,8 +245,9 @@ def final(state, layer, scope):
     values["mtp_hidden"] = x if kept == "post_norm" else values["hidden"]
     head_rows = values.get("head_rows")
     logits = linear(state.numerics.widen(x if head_rows is None else x[head_rows]), weights.head)
-    values["logits"] = state.numerics.store(logits, "logits")  # [T, vocab]
-    scope.emit("logits", values["logits"])
+    logits = state.numerics.store(logits, "logits")  # [T, vocab]
+    scope.emit("logits", logits)
+    values["logits"] = logits
 
 
 ATTENTION = (

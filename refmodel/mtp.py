@@ -24,8 +24,9 @@ def mtp_embed(state, layer, scope):
     scope.emit("enorm", e)
     scope.emit("hnorm", h)
     joined = numerics.widen(np.concatenate([e, h], axis=1))  # [T, 2 D]
-    state.values["hidden"] = numerics.store(linear(joined, weights.eh_proj), "linear")
-    scope.emit("hidden", state.values["hidden"])
+    hidden = numerics.store(linear(joined, weights.eh_proj), "linear")
+    scope.emit("hidden", hidden)
+    state.values["hidden"] = hidden
 
 
 MTP_EMBED = Stage("mtp_embed", ("token_ids", "mtp_input"), ("hidden",), mtp_embed)

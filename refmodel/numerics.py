@@ -7,6 +7,7 @@ FP8 block products (`fp8.gemm`) and the sums of combine (`weighted_row`, `combin
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -76,7 +77,7 @@ class Switches:
     #: what one module recycles when it drafts more than one token: its `post_norm` or `pre_norm` output
     mtp_recycle: str = "post_norm"
 
-    _CHOICES = {
+    _CHOICES: ClassVar = {
         "router_dtype": ("float32", "activation"),
         "norm_order": ("multiply_then_cast", "cast_then_multiply"),
         "mtp_hidden": ("post_norm", "pre_norm"),

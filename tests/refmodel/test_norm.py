@@ -36,7 +36,9 @@ def test_casting_before_the_weight_is_another_rounding():
     assert 0.2 < differ < 0.4  # measured elsewhere: 29 %
     # the early order by hand, for one element
     r = 1 / np.sqrt(np.mean(widen(x[0], np.dtype(float)) ** 2) + 1e-6)
-    by_hand = round_to(np.array([float(round_to(np.array([float(x[0, 0]) * r]), bfloat16)[0]) * float(weight[0])]), bfloat16)
+    by_hand = round_to(
+        np.array([float(round_to(np.array([float(x[0, 0]) * r]), bfloat16)[0]) * float(weight[0])]), bfloat16
+    )
     assert early[0, 0] == by_hand[0]
 
 

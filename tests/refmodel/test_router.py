@@ -44,9 +44,7 @@ def test_equals_the_oracle(seed, shape, norm, coarse):
     if coarse:  # many exact ties
         logits = np.round(logits)
     bias = rng.choice([-1.0, 0.0, 0.5], E)
-    got = route(
-        logits, bias, top_k=K, n_group=G, topk_group=M, routed_scaling_factor=2.5, norm_topk_prob=norm
-    )
+    got = route(logits, bias, top_k=K, n_group=G, topk_group=M, routed_scaling_factor=2.5, norm_topk_prob=norm)
     ids, weights = oracle(logits, bias, K, G, M, 2.5, norm)
     np.testing.assert_array_equal(got.topk_idx, ids)
     np.testing.assert_allclose(got.topk_weights, weights, rtol=1e-14)
