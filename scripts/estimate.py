@@ -16,6 +16,7 @@ from parallel.timing.inputs import INPUTS, defaults
 from parallel.timing.quantities import QUANTITIES, SECTIONS
 
 OF_HARDWARE = {"bf16": "bf16_flops", "fp8": "fp8_flops", "hbm": "hbm", "nic": "nic", "memory": "memory"}
+EXPERTS = 256  # logical experts of V3
 MOST_REQUESTS = 1e7  # no search for a batch goes beyond this
 SPREAD = 0.5  # with it the balancer gains about what SGLang published: 2.5 in decode, 1.5 in prefill
 PUBLISHED_TPS = (22.0, 20.0)  # output speed in the source: 20 to 22 tokens per second
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spread", type=float, default=SPREAD, help=f"--gap: log-normal spread of expert popularity (default {SPREAD})"
     )
-    parser.add_argument("--loads", metavar="FILE", help="--gap: loads per expert or top-k ids (.npy, or text) instead")
+    parser.add_argument(
+        "--loads", metavar="FILE", help="--gap: loads per expert (text, .npy) or recorded routing instead"
+    )
     parser.add_argument("--published", action="store_true", help="the model beside SGLang's and the profile's figures")
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, seconds, dollars, fractions")
     group = parser.add_argument_group("inputs (defaults are the source's)")
@@ -121,8 +124,9 @@ def gap(args: argparse.Namespace, inputs: dict[str, float]) -> dict:
     ranks, physical = int(inputs["decode_gpus"]), int(inputs["physical_experts"])
     per_gpu = inputs["decode_node"] / inputs["gpus"] / inputs["user_tps"]
     if args.loads:
-        loads = read_loads(args.loads)
-        imbalance, source = model.balanced_and_not(loads, loads, ranks, physical), f"loads in {args.loads}"
+        found = [model.balanced_and_not(loads, loads, ranks, physical) for loads in read_loads(args.loads, EXPERTS)]
+        imbalance = tuple(sum(column) / len(found) for column in zip(*found))
+        source = f"of {args.loads}, mean over {len(found)} layers"
     else:
         rows = round(ranks * per_gpu * inputs["verified"] * inputs["routed"])
         imbalance = model.drawn_imbalance(args.spread, ranks, rows, physical=physical)

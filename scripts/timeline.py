@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--spread", type=float, default=0.0, help="log-normal spread of expert popularity (default 0: even)"
     )
     parser.add_argument("--no-balancer", action="store_true", help="with --spread: place experts without the balancer")
-    parser.add_argument("--loads", metavar="FILE", help="rows per expert, or top-k ids, of every layer (.npy or text)")
+    parser.add_argument("--loads", metavar="FILE", help="loads per expert (text, .npy) or recorded routing, by layer")
     parser.add_argument("--link", type=float, default=1.0, help="fraction of the link rate that is reached (default 1)")
     parser.add_argument(
         "--attention", type=float, default=1.0, help="fraction of the BF16 peak in attention (default 1)"
@@ -98,7 +98,7 @@ def build_scenario(args: argparse.Namespace):
 
 
 def expert_loads(args: argparse.Namespace, scenario):
-    """Loads of every MoE layer: from a file (the same in all layers), or drawn anew for each."""
+    """Loads of every MoE layer: from a file, or drawn anew for each."""
     import numpy as np
 
     from parallel.timing.imbalance import drawn_popularity, even_placement, loads_of_vector, read_loads
@@ -108,7 +108,8 @@ def expert_loads(args: argparse.Namespace, scenario):
     rows = round(sum(batch.tokens for batch in scenario.batches) * ranks * shape.num_experts_per_tok)
     moe = scenario.layers.moe
     if args.loads:
-        seen = counts = np.tile(read_loads(args.loads), (len(moe), 1))
+        given = read_loads(args.loads, experts)
+        seen = counts = given[np.arange(len(moe)) % len(given)]  # [L, E]; a file with fewer layers starts again
     else:
         seen = np.stack([drawn_popularity(experts, args.spread, layer) for layer in moe])
         counts = np.stack([np.random.default_rng([7, layer]).multinomial(rows, p) for layer, p in zip(moe, seen)])

@@ -64,22 +64,34 @@ def drawn_popularity(num_experts: int, spread: float, seed: int = 0) -> np.ndarr
     return weight / weight.sum()
 
 
-def read_loads(path) -> np.ndarray:
-    """Rows per expert, float64 [E], from a file: `.npy` with a routing table [T, K] (-1 for none) or a vector [E]; else
-    text with one number per line or comma. Raises ValueError for another shape or a negative load.
+def read_loads(path, num_experts: int) -> np.ndarray:
+    """Rows per logical expert and layer, float64 [L, E], from a file.
+
+    Text with one number per line or comma, or a `.npy` vector of floats, is one layer's loads; every other file is
+    read as recorded routing (see `parallel.dispatch.routing_file`), and its ids are counted layer by layer.
+    Raises ValueError for another shape, a negative load, or experts that the model does not have.
     """
-    if str(path).endswith(".npy"):
-        table = np.load(path, allow_pickle=False)
-    else:
+    name = str(path)
+    if name.endswith((".csv", ".txt")):
         with open(path, encoding="utf-8") as file:
             words = file.read().replace(",", " ").split()
         try:
-            table = np.array([float(word) for word in words])
+            loads = np.array([[float(word) for word in words]])
         except ValueError:
             raise ValueError(f"{path}: expected numbers separated by commas or spaces") from None
-    if table.ndim == 2 and np.issubdtype(table.dtype, np.integer):
-        chosen = table[table >= 0]
-        table = np.bincount(chosen.ravel()).astype(np.float64)
-    if table.ndim != 1 or not table.size or not np.all(table >= 0) or not table.sum() > 0:
-        raise ValueError(f"{path} holds {table.dtype} {table.shape}: expected loads [E] or integer top-k ids [T, K]")
-    return table.astype(np.float64)
+    elif name.endswith(".npy") and np.load(path, mmap_mode="r", allow_pickle=False).ndim == 1:
+        loads = np.load(path, allow_pickle=False)[None].astype(np.float64)
+    else:
+        loads = _counted(path, num_experts)
+    if loads.shape[1] != num_experts or not np.all(loads >= 0) or not np.all(loads.sum(axis=1) > 0):
+        raise ValueError(
+            f"{path} holds loads of {loads.shape[1]} experts: expected {num_experts} numbers from 0 up, not all 0"
+        )
+    return loads
+
+
+def _counted(path, num_experts):
+    from parallel.dispatch.routing_file import load_routing  # only where routing was recorded
+
+    ids = load_routing([path], num_experts).ids  # [L, T, K]
+    return np.stack([np.bincount(layer[layer >= 0], minlength=num_experts) for layer in ids]).astype(np.float64)

@@ -1,6 +1,6 @@
 """Bytes that an exchange moves per rank and link: from closed forms, or from counts of a real routing table."""
 
-from math import comb
+from math import comb, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -78,17 +78,24 @@ def distinct_nodes(nodes: int, shape=V3) -> float:
     return nodes * hit
 
 
-def node_limited(tokens: float, topology: Topology, shape=V3) -> dict[str, Traffic]:
-    """The normal dialect: one row per (token, node) by RDMA, then one per (token, rank) within the node by NVLink.
+def distinct_ranks(ranks: int, shape=V3) -> float:
+    """Expected ranks that hold a token's experts, drawn as in `distinct_nodes`; experts stand in order on the ranks.
 
-    Ranks of a node are hit as if the experts of a token there were drawn evenly.
+    A rank within one group is hit if the group is chosen and not all of the token's experts are others.
     """
-    nodes, node = topology.num_nodes, min(topology.ranks_per_node, topology.num_ranks)
-    hit = distinct_nodes(nodes, shape) if nodes > 1 else 1.0
-    rdma = tokens * hit * (nodes - 1) / nodes
-    per_node = shape.num_experts_per_tok / hit
-    ranks_hit = node * (1 - (1 - 1 / node) ** per_node)
-    nvlink = tokens * hit * ranks_hit * (node - 1) / node
+    if ranks <= shape.n_group:
+        return distinct_nodes(ranks, shape)
+    here, pool = shape.n_routed_experts / ranks, shape.topk_group * (shape.n_routed_experts // shape.n_group)
+    missed = prod(1 - here / (pool - drawn) for drawn in range(shape.num_experts_per_tok))
+    return ranks * shape.topk_group / shape.n_group * (1 - missed)
+
+
+def node_limited(tokens: float, topology: Topology, shape=V3) -> dict[str, Traffic]:
+    """The normal dialect: one row per (token, node) by RDMA, then one per (token, rank) within the node by NVLink."""
+    ranks, nodes = topology.num_ranks, topology.num_nodes
+    node = min(topology.ranks_per_node, ranks)
+    rdma = tokens * distinct_nodes(nodes, shape) * (nodes - 1) / nodes
+    nvlink = tokens * distinct_ranks(ranks, shape) * (node - 1) / node
     return {
         "dispatch": _even(topology, rdma * dispatch_row_bytes(shape), nvlink * dispatch_row_bytes(shape)),
         "combine": _even(topology, rdma * combine_row_bytes(shape), nvlink * combine_row_bytes(shape)),

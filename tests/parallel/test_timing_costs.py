@@ -1,11 +1,14 @@
 """Hardware, work of stages, rooflines, and bytes on links: literal values, then slow counts beside the closed forms."""
 
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from parallel.dispatch.draw import draw_routing
+from parallel.dispatch.volumes import count_volumes
 from parallel.timing.costs import (
     V3,
     Batch,
@@ -25,7 +28,15 @@ from parallel.timing.costs import (
 )
 from parallel.timing.hardware import HARDWARE, Hardware, hardware
 from parallel.timing.imbalance import Loads
-from parallel.timing.traffic import counted, distinct_nodes, every_copy_by_rdma, low_latency, node_limited
+from parallel.timing.prices import decode_scenario, time_of
+from parallel.timing.traffic import (
+    counted,
+    distinct_nodes,
+    distinct_ranks,
+    every_copy_by_rdma,
+    low_latency,
+    node_limited,
+)
 from parallel.topology import Topology
 
 TINY = ModelShape(
@@ -130,21 +141,24 @@ def test_low_latency_bytes_of_the_decode_deployment():
     assert simple["dispatch"].nvlink_in[0] == 0
 
 
-def nodes_by_counting(shape, nodes):
-    """Average over every choice of groups, then of experts within them."""
-    per_group, here = shape.n_routed_experts // shape.n_group, shape.n_group // nodes
+def units_by_counting(shape, units):
+    """Average number of units (nodes or ranks) hit, over every choice of groups and of experts within them."""
+    per_group, here = shape.n_routed_experts // shape.n_group, shape.n_routed_experts // units
     found = total = 0
     for groups in combinations(range(shape.n_group), shape.topk_group):
-        pool = [group for group in groups for _ in range(per_group)]
-        for chosen in combinations(range(len(pool)), shape.num_experts_per_tok):
-            total += len({pool[expert] // here for expert in chosen})
+        pool = [group * per_group + i for group in groups for i in range(per_group)]
+        for chosen in combinations(pool, shape.num_experts_per_tok):
+            total += len({expert // here for expert in chosen})
             found += 1
     return total / found
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_distinct_nodes_equal_a_count_of_every_choice(nodes):
-    assert distinct_nodes(nodes, TINY) == pytest.approx(nodes_by_counting(TINY, nodes), rel=1e-14)
+@pytest.mark.parametrize("units", [1, 2, 4, 8])
+def test_distinct_nodes_and_ranks_equal_a_count_of_every_choice(units):
+    exact = units_by_counting(TINY, units)
+    assert distinct_ranks(units, TINY) == pytest.approx(exact, rel=1e-14)
+    if units <= TINY.n_group:
+        assert distinct_nodes(units, TINY) == pytest.approx(exact, rel=1e-14)
 
 
 def test_distinct_nodes_of_v3():
@@ -155,11 +169,11 @@ def test_distinct_nodes_of_v3():
 
 
 def test_node_limited_traffic_by_hand():
-    # 2 nodes of 2 ranks; a token's 2 experts in 2 of 4 groups, half the groups on each node
-    hit = distinct_nodes(2, TINY)
+    # 2 nodes of 2 ranks: half of the rows to a node leave the own one, half of the rows within it leave the own rank
+    nodes, ranks = units_by_counting(TINY, 2), units_by_counting(TINY, 4)
     traffic = node_limited(10, Topology(4, 2), TINY)["dispatch"]
-    assert traffic.rdma_out[0] == pytest.approx(10 * hit / 2 * (4 + 4))
-    assert traffic.nvlink_out[0] == pytest.approx(10 * hit * 2 * (1 - 0.5 ** (2 / hit)) / 2 * (4 + 4))
+    assert traffic.rdma_out[0] == pytest.approx(10 * nodes / 2 * (4 + 4))
+    assert traffic.nvlink_out[0] == pytest.approx(10 * ranks / 2 * (4 + 4))
     assert node_limited(10, Topology(2, 2), TINY)["dispatch"].rdma_out[0] == 0
 
 
@@ -185,3 +199,37 @@ def test_a_model_config_may_take_the_place_of_the_shape():
     assert stage_work("shared", decode_batch(1, 1), SimpleNamespace(**vars(TINY))) == stage_work(
         "shared", decode_batch(1, 1), TINY
     )
+
+
+def drawn_volumes(kind, topology, dispatch, tokens=400):
+    rng = np.random.default_rng(5)
+    tables = [draw_routing(kind, rng, tokens, 256, 8, 8, 4) for _ in range(topology.num_ranks)]
+    return count_volumes(tables, 256, topology, 7168, dispatch)
+
+
+def test_low_latency_bytes_are_near_a_count_of_drawn_routing():
+    topology = Topology(32, 8)
+    volumes = drawn_volumes("uniform", topology, "low_latency")
+    closed, exact = low_latency(400, topology), counted(volumes)
+    for direction in ("dispatch", "combine"):
+        assert closed[direction].rdma_out.mean() == pytest.approx(exact[direction].rdma_out.mean(), rel=0.01)
+        assert closed[direction].nvlink_in.mean() == pytest.approx(exact[direction].nvlink_in.mean(), rel=0.02)
+
+
+def test_node_limited_bytes_are_near_a_count_of_drawn_routing():
+    topology = Topology(32, 8)
+    volumes = drawn_volumes("group_limited", topology, "normal")
+    closed, exact = node_limited(400, topology), counted(volumes)
+    # a real row carries scales, weights and a header: about 1.5 % more than payload and scales
+    assert closed["dispatch"].rdma_out.mean() == pytest.approx(exact["dispatch"].rdma_out.mean(), rel=0.02)
+    assert closed["combine"].rdma_in.mean() == pytest.approx(exact["combine"].rdma_in.mean(), rel=0.02)
+    assert closed["dispatch"].nvlink_out.mean() == pytest.approx(exact["dispatch"].nvlink_out.mean(), rel=0.02)
+
+
+def test_a_scenario_takes_counted_traffic():
+    topology = Topology(16, 8)
+    traffic = counted(drawn_volumes("uniform", topology, "low_latency", tokens=88))
+    even = decode_scenario(ranks=16, num_layers=4)
+    real = replace(even, traffic=(traffic, traffic))
+    assert time_of(real, "decode_overlap").makespan == pytest.approx(time_of(even, "decode_overlap").makespan, rel=0.1)
+    assert time_of(real, "decode_overlap").makespan != time_of(even, "decode_overlap").makespan

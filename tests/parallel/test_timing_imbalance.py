@@ -76,15 +76,21 @@ def test_bad_tables_are_refused(table, placement, ranks, text):
         loads_of_vector(np.ones(2), np.array([0, 3]), 2)
 
 
-def test_loads_are_read_from_text_and_arrays(tmp_path):
+def test_loads_are_read_from_text_vectors_and_recorded_routing(tmp_path):
     (tmp_path / "loads.csv").write_text("3, 1\n2\n")
-    assert read_loads(tmp_path / "loads.csv").tolist() == [3.0, 1.0, 2.0]
-    np.save(tmp_path / "ids.npy", np.array([[0, 2], [2, -1]]))
-    assert read_loads(tmp_path / "ids.npy").tolist() == [1.0, 0.0, 2.0]
+    assert read_loads(tmp_path / "loads.csv", 3).tolist() == [[3.0, 1.0, 2.0]]
     np.save(tmp_path / "loads.npy", np.array([0.5, 1.5]))
-    assert read_loads(tmp_path / "loads.npy").tolist() == [0.5, 1.5]
-    (tmp_path / "words.csv").write_text("three")
-    (tmp_path / "negative.csv").write_text("1, -1")
-    for name, text in (("words.csv", "expected numbers"), ("negative.csv", "expected loads")):
-        with pytest.raises(ValueError, match=text):
-            read_loads(tmp_path / name)
+    assert read_loads(tmp_path / "loads.npy", 2).tolist() == [[0.5, 1.5]]
+    ids = np.array([[[0, 2], [1, 0]], [[2, 0], [0, 2]]])  # [tokens, layers, top-k]
+    np.save(tmp_path / "ids.npy", ids)
+    assert read_loads(tmp_path / "ids.npy", 3).tolist() == [[2.0, 0.0, 2.0], [2.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("three", "expected numbers"), ("1, -1", "from 0 up"), ("1", "loads of 1 experts"), ("0 0", "not all 0")],
+)
+def test_bad_load_files_are_refused(tmp_path, text, message):
+    (tmp_path / "bad.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_loads(tmp_path / "bad.csv", 2)
