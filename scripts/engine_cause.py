@@ -63,15 +63,16 @@ def find_cause(
     A wrong routing is explained from the engine's own router logits; anything else by running our model again with
     each known mistake and comparing what diverged and all that the engine has of the last logits.
     """
-    if ".router.topk_" in name:
-        return _routing_cause(name, model, captured)
+    if ".router.topk_" in name and (cause := _routing_cause(name, model, captured)):
+        return cause
     if sum(math.prod(needed.shape) for _, needed in needed_tensors(model.config)) > REPLAY_LIMIT:
         return None
     mtp = int(name.split(".")[1]) >= model.config.num_hidden_layers if name.startswith("layers.") else False
     last = f"layers.{model.config.num_hidden_layers}.final.logits" if mtp else "final.logits"
-    for text, changed in changed_models(model):
+    judged = [key for key in (name, last) if key in captured and ".router.topk_" not in key]
+    for text, changed in changed_models(model) if judged else ():
         ours = recorded(changed, tokens, mtp)
-        if all(_near(ours[key], captured[key], tolerance) for key in (name, last) if key in captured):
+        if all(key in ours and _near(ours[key], captured[key], tolerance) for key in judged):
             return text
     return None
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -136,5 +137,6 @@ def _last_words(log: Path, shown: bool) -> str:
         return "see above"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("adapter: ")]
-    errors = [line for line in lines if "Error" in line]
-    return (own or errors or lines or ["it said nothing"])[-1][:400]
+    crash = [line for line in lines if "Segfault" in line or "Segmentation fault" in line]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): \S", line)]  # the first is the cause
+    return (own[-1:] or crash[:1] or errors[:1] or lines[-1:] or ["it said nothing"])[0][:400]

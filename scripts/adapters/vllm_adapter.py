@@ -28,6 +28,8 @@ def load(request: Request) -> LLM:
         raise ValueError("enforce_eager=false: hooks see nothing inside CUDA graphs and compiled code; leave it true")
     if args.get("enable_prefix_caching") or args.get("data_parallel_size", 1) != 1:
         raise ValueError("enable_prefix_caching and data_parallel_size > 1: a rank then sees only part of a prompt")
+    if args.pop("fix_expert_map", False):
+        args["worker_extension_cls"] = "vllm_expert_map.Extension"
     length = max(len(tokens) for tokens in request.tokens) + request.new_tokens + 8
     if request.mtp:
         args.setdefault("speculative_config", {"method": "deepseek_mtp", "num_speculative_tokens": 1})
