@@ -11,7 +11,7 @@ from parallel.network import Network
 from parallel.placed_exchange import PlacedExchange
 from parallel.placement import Placement
 from parallel.reference import ReferenceModel, choose_by_row, rounding_tree
-from parallel.schedule import BUILDERS, LayerPlan, Op, execute
+from parallel.schedule import BUILDERS, LayerPlan, Op, execute, program_order
 from parallel.schedule.split import split_decode, split_prefill
 from parallel.topology import Topology
 from refmodel.cache import LatentCache
@@ -66,7 +66,7 @@ class Deployment:
         if transport not in ("memory", "mpi"):
             raise ValueError(f"transport = {transport!r}: must be 'memory' or 'mpi'")
         self.model, self.config, self.topology = model, model.config, topology
-        self.dispatch, self.schedule = dispatch, schedule
+        self.dispatch, self.schedule, self.transport = dispatch, schedule, transport
         #: without an all-to-all every rank must choose the same replica
         self.replica_rule = replica_rule or ("hashed" if dispatch == "allgather" else "static")
         self._placements = placement
@@ -74,6 +74,8 @@ class Deployment:
             self._placements = default_placement(self.config.n_routed_experts, redundant_experts, topology)
         self._order, self._split, self._dispatch_options = order, split, dispatch_options
         self._network = _make_network(topology, transport)
+        #: ranks that this process computes: all of them, unless they are spread by MPI
+        self.local_ranks = tuple(getattr(self._network, "local_ranks", range(topology.num_ranks)))
         self._pools = [model.new_pool() for _ in range(topology.num_ranks)]
         self._rank_of: dict[int, int] = {}
         self._step = 0
@@ -84,8 +86,13 @@ class Deployment:
 
     @property
     def ledger(self):
-        """Everything that was moved so far."""
+        """Everything that was moved so far; over MPI, what this process's ranks sent."""
         return self._network.ledger
+
+    @property
+    def network(self):
+        """The only way from one rank to others."""
+        return self._network
 
     def rank_of(self, request: int) -> int:
         """The rank that holds a request: where `run` was told, else request mod ranks."""
@@ -158,14 +165,29 @@ class Deployment:
             run_stage(part.state, stages[layer, op.stage], layer)
             part.done.add((op.layer, op.stage))
 
-        execute(
-            schedules,
-            run,
-            lambda op: not self._missing(work[op.rank, op.micro_batch], plan, op),
-            lambda op: "; ".join(self._missing(work[op.rank, op.micro_batch], plan, op)),
-            self._order,
-        )
-        return _collect(items, work)
+        ready = lambda op: not self._missing(work[op.rank, op.micro_batch], plan, op)  # noqa: E731
+        waits_for = lambda op: "; ".join(self._missing(work[op.rank, op.micro_batch], plan, op))  # noqa: E731
+        if self.transport == "mpi":  # one program order for all processes, so that each exchange is one collective
+            ours = [op for op in program_order(schedules) if op.rank in self.local_ranks]
+            execute([ours], run, ready, waits_for)
+        else:
+            execute(schedules, run, ready, waits_for, self._order)
+        return self._collect(items, work)
+
+    def _collect(self, items, work) -> list[Step]:
+        """Rows of all micro-batches, of all processes, back in the order of the items."""
+        parts = [
+            (part.rows, part.state.values["logits"], part.state.values["mtp_hidden"])
+            for part in work.values()
+            if len(part.rows)
+        ]
+        if self.transport == "mpi":
+            parts = [part for of_process in self._network.comm.allgather(parts) for part in of_process]
+        if not parts:
+            return split_steps(items, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
+        rows, logits, hidden = (np.concatenate(arrays) for arrays in zip(*parts))
+        order = np.argsort(rows)
+        return split_steps(items, {"logits": logits[order], "mtp_hidden": hidden[order]})
 
     def _missing(self, part: _Work, plan: LayerPlan, op: Op) -> list[str]:
         """What an operation still waits for, in words; empty when it may run."""
@@ -193,7 +215,8 @@ class Deployment:
             per_rank[self.rank_of(item.request)].append((item, int(start)))
         routed: dict = {}  # (layer, micro-batch) -> rank -> what it sent
         work = {}
-        for rank, mine in enumerate(per_rank):
+        for rank in self.local_ranks:
+            mine = per_rank[rank]
             for micro_batch, parts in enumerate(self._micro_batches(mine, phase)):
                 batch = make_batch([item for item, _ in parts], phase, shift)
                 values = {"mtp_input": self._hidden(parts)} if mtp else {}
@@ -235,7 +258,9 @@ class Deployment:
             **self._dispatch_options,
         )
         choose = partial(self.choose, rows=rows, placement=placement, rank=rank)
-        return PlacedExchange(inner, placement, choose, rows, routed.setdefault((layer, micro_batch), {}))
+        # over MPI a process does not see what the others' ranks sent
+        sent = None if self.transport == "mpi" else routed.setdefault((layer, micro_batch), {})
+        return PlacedExchange(inner, placement, choose, rows, sent)
 
     def choose(self, topk_idx, rows, placement: Placement, rank: int) -> np.ndarray:
         """Physical ids of the tokens at global rows `rows` [T] of a step, routed on `rank`."""
@@ -268,19 +293,6 @@ def cut_item(item: Item, start: int, first: int, stop: int) -> tuple[Item, int]:
 def default_placement(num_experts: int, redundant_experts: int, topology: Topology) -> Placement:
     """Slot i holds expert i mod num_experts; slots are spread over the ranks in contiguous runs."""
     return Placement.contiguous(num_experts, topology.num_ranks, redundant_experts)
-
-
-def _collect(items, work) -> list[Step]:
-    """Rows of all micro-batches back in the order of the items."""
-    parts = [part for part in work.values() if len(part.rows)]
-    if not parts:
-        return split_steps(items, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
-    rows = np.concatenate([part.rows for part in parts])
-    order = np.argsort(rows)
-    values = {
-        name: np.concatenate([part.state.values[name] for part in parts])[order] for name in ("logits", "mtp_hidden")
-    }
-    return split_steps(items, values)
 
 
 def _make_network(topology, transport):

@@ -10,17 +10,19 @@ class PlacedExchange:
     """One rank's exchange of one layer, under the protocol of `parallel.dispatch.exchange`.
 
     `choose(topk_idx) -> physical ids` picks a replica per (token, slot); `placement` names each slot's expert.
-    `routed` collects what every rank sent, so that a recording can say which token and slot a pair came from.
+    `routed` collects what every rank sent, so that a recording can say which token and slot a pair came from; None where
+    ranks are in several processes.
     """
 
-    def __init__(self, exchange, placement, choose, rows, routed: dict):
+    def __init__(self, exchange, placement, choose, rows, routed: dict | None):
         self.exchange, self._placement, self._choose = exchange, placement, choose
         self._rows, self._routed = rows, routed
 
     def dispatch_send(self, x, topk_idx, topk_weights):
         """Choose replicas, then send."""
         physical = self._choose(topk_idx)
-        self._routed[self.exchange.rank] = (self._rows, physical)
+        if self._routed is not None:
+            self._routed[self.exchange.rank] = (self._rows, physical)
         self.exchange.dispatch_send(x, physical, topk_weights)
 
     def dispatch_recv(self):
@@ -32,8 +34,10 @@ class PlacedExchange:
         """The expert whose weights slot `e` of this rank holds."""
         return int(self._placement.experts_on(self.exchange.rank)[e])
 
-    def pair_slots(self) -> np.ndarray:
+    def pair_slots(self) -> np.ndarray | None:
         """Global token row * K + slot of each pair, for a recording: found from what every rank sent."""
+        if self._routed is None:
+            return None
         rank, token = (origin[self._pairs.row] for origin in self._origins())  # [P] each
         physical = self._pairs.expert + self.exchange.rank * self.exchange.num_local_experts
         slots = np.empty(len(physical), np.int64)

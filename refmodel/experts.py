@@ -31,10 +31,15 @@ def swiglu(gate, up, *, dtype=np.float64):
         return gate / (1.0 + np.exp(-gate)) * up
 
 
+def quantize_rows(x, numerics: Numerics) -> BlockScaled:
+    """Activation rows [T, K] in blocks of (1, 128), by the model's recipe."""
+    return quantize(x, (1, 128), numerics.recipe, numerics.scale_format)
+
+
 def linear_input(x, weight, numerics: Numerics):
     """`x` as `weight` takes it: quantised rows for FP8, else the compute dtype. Already quantised rows pass through."""
     if isinstance(weight, Fp8Weight):
-        return x if isinstance(x, BlockScaled) else quantize(x, (1, 128), numerics.recipe, numerics.scale_format)
+        return x if isinstance(x, BlockScaled) else quantize_rows(x, numerics)
     if isinstance(x, BlockScaled):
         raise ValueError("quantised rows met a weight that is not FP8: one expert input serves all experts of a layer")
     return numerics.widen(x)

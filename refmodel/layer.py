@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from refmodel.cache import LatentCache
-from refmodel.experts import gated_mlp, linear_input, project, run_pairs
+from refmodel.experts import gated_mlp, project, quantize_rows, run_pairs
 from refmodel.linear import linear
 from refmodel.mla import attend_batch, project_query_and_latent
 from refmodel.norm import rms_norm
@@ -148,11 +148,10 @@ def route_tokens(state, weights, x, scope):
 
 def dispatch_send(state, layer, scope):
     values = state.values
-    experts = state.weights.layer(layer).experts
     # the expert input is quantised once, before dispatch, by the model's recipe: gate and up multiply those codes
     payload = values["ffn_input"]
     if state.numerics.fp8:
-        payload = linear_input(payload, experts[0].gate_up, state.numerics)
+        payload = quantize_rows(payload, state.numerics)
         scope.emit("codes", payload.codes)
         scope.emit("scale", payload.scale)
     exchange = state.exchange(layer)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8 import BlockScaled, decode
+from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.rowcounts import row_counts
 
@@ -31,26 +31,35 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """A blockwise FP8 weight: codes as exact float64 [K, N], and one float32 scale per column and K block [N, K/128].
+    """A blockwise FP8 weight: parts [N_i, K] with their own 128 x 128 grids, side by side along N.
 
-    Scales are spread over columns when they are loaded, so that parts with their own 128-grid (gate and up, q_a and
-    kv_a) stand side by side in one product.
+    Decoded once: codes as exact float64 [K, N], and one float32 scale per column and K block [N, K/128]. Not decoded
+    (a model larger than the budget): a product decodes a panel at a time. Both give the same bits, for both are exact.
     """
 
-    matrix: np.ndarray
-    column_scale: np.ndarray
+    parts: tuple[BlockScaled, ...]
+    matrix: np.ndarray | None = None
+    column_scale: np.ndarray | None = None
 
     @property
-    def out_features(self) -> int:
-        return self.matrix.shape[1]
+    def in_features(self) -> int:
+        return self.parts[0].shape[1]
 
     @classmethod
-    def from_parts(cls, parts: list[BlockScaled]) -> "Fp8Weight":
-        """From weights [N_i, K] with 128 x 128 scales, laid side by side along N."""
+    def from_parts(cls, parts: list[BlockScaled], decoded: bool = True) -> "Fp8Weight":
+        """From weights [N_i, K] as a checkpoint stores them."""
+        if not decoded:
+            return cls(tuple(parts))
         matrix = np.ascontiguousarray(np.concatenate([decode(part.codes, np.float64) for part in parts]).T)  # [K, N]
         scale = np.concatenate([_per_row(part) for part in parts])  # [N, K/128]
         matrix.flags.writeable = scale.flags.writeable = False
-        return cls(matrix, scale)
+        return cls(tuple(parts), matrix, scale)
+
+    def product(self, x: BlockScaled) -> np.ndarray:
+        """x [T, K] in blocks of (1, 128) -> float32 [T, N]."""
+        if self.matrix is not None:
+            return block_product(decode(x.codes, np.float64), x.scale, self.matrix, self.column_scale, block_n=1)
+        return np.concatenate([gemm(x, part, out_dtype=np.float32) for part in self.parts], axis=1)
 
 
 def _per_row(weight):
@@ -65,11 +74,13 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
     float32: each 128-block summed exactly, scaled and added in ascending order (`fp8.gemm`, accumulator `exact`).
     Raises ValueError when the widths or dtypes do not fit.
     """
-    K = weight.matrix.shape[0]
     if isinstance(weight, Fp8Weight):
-        if not isinstance(x, BlockScaled) or x.codes.shape[1] != K:
-            raise ValueError(f"linear: an FP8 weight of {K} inputs takes BlockScaled rows of that width")
-        return block_product(decode(x.codes, np.float64), x.scale, weight.matrix, weight.column_scale, block_n=1)
+        if not isinstance(x, BlockScaled) or x.codes.shape[1] != weight.in_features:
+            raise ValueError(
+                f"linear: an FP8 weight of {weight.in_features} inputs takes BlockScaled rows of that width"
+            )
+        return weight.product(x)
+    K = weight.matrix.shape[0]
     if x.ndim != 2 or x.shape[1] != K or x.dtype != weight.matrix.dtype:
         raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {weight.matrix.dtype} weight of {K} inputs")
     return matmul_rows(x, weight.matrix)[:, : weight.out_features]

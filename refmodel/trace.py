@@ -36,6 +36,17 @@ class Recording(Mapping):
         if self._hook is not None:
             self._hook(name, array)
 
+    def parts(self) -> dict[str, list]:
+        """What was recorded, unjoined: name -> parts, each rows and array."""
+        return {name: list(parts) for name, parts in self._parts.items()}
+
+    def join(self, others: list[dict[str, list]]):
+        """Add the parts that other processes recorded."""
+        for other in others:
+            for name, parts in other.items():
+                self._parts.setdefault(name, []).extend(parts)
+        self._joined.clear()
+
     def __getitem__(self, name):
         if name not in self._joined:
             self._joined[name] = _join(name, self._parts[name])

@@ -46,7 +46,7 @@ class Weights:
     def linear(self, *names: str, quantized: bool = True) -> DenseWeight | Fp8Weight:
         """Tensors [N_i, K] as one weight, side by side along N. `quantized`: FP8 numerics multiply codes."""
         if self.numerics.fp8 and quantized:
-            return Fp8Weight.from_parts([self._block_scaled(name) for name in names])
+            return Fp8Weight.from_parts([self._block_scaled(name) for name in names], decoded=self.keep)
         return DenseWeight.from_rows(np.concatenate([self.dense(name) for name in names]))
 
     def dense(self, name: str) -> np.ndarray:

@@ -117,6 +117,9 @@ def test_fp8_parts_with_their_own_grid_stand_side_by_side():
     joined = linear(x, Fp8Weight.from_parts(parts))
     apart = np.concatenate([linear(x, Fp8Weight.from_parts([part])) for part in parts], axis=1)
     assert joined.tobytes() == apart.tobytes()
+    lazy = Fp8Weight.from_parts(parts, decoded=False)  # a weight too large to keep decoded: the same bits
+    assert lazy.matrix is None
+    assert linear(x, lazy).tobytes() == joined.tobytes()
 
 
 def test_refuses_what_does_not_fit():

@@ -96,7 +96,7 @@ def test_a_difference_exits_1(capsys, tmp_path, monkeypatch):
     def faulty(self, rows):
         if self.rank == 1 and self.layer == 2 and len(rows):
             rows = rows.copy()
-            rows.view(np.uint16)[0, 0] ^= 1  # one bit of one row
+            rows.view(np.uint16)[:, 0] ^= 64  # the first fraction bit of one column
         send(self, rows)
 
     monkeypatch.setattr(LowLatencyExchange, "combine_send", faulty)
