@@ -112,7 +112,8 @@ def _promoted_bound(panel: _Panel, rule: GemmRule, shift: str) -> tuple[np.ndarr
         a_scale, b_scale = panel.a_scale[:, index, None], panel.b_scale[:, index]
         bound += partial_bound * panel.scale(index) + _scaling_bound(partial, a_scale, b_scale, rule)
         total = promote(total, partial, a_scale, b_scale, rule)
-        bound += _half_step(total)
+        if index or rule.promotion == "fma":  # the first addition is to zero
+            bound += _half_step(total)
     return total, bound
 
 
@@ -154,9 +155,9 @@ def _partial_bounds(panel: _Panel, accumulator: str, shift: str):
 
 def _sequential_bound(a: np.ndarray, b: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
     """Each addition rounds by half a step of the running sum at most, and not at all while that holds every product."""
-    total = np.zeros((a.shape[1], b.shape[1]), np.float32)
+    total = a[0][:, None] * b[0]
     bound = np.zeros(total.shape)
-    for a_row, b_row in zip(a, b):
+    for a_row, b_row in zip(a[1:], b[1:]):
         total += a_row[:, None] * b_row
         half = _half_step(total)
         bound += np.where(2 * half > step, half, 0.0)

@@ -58,9 +58,10 @@ def torch_quantize(x, recipe, ue8m0):
             scale = ((((bits >> 23) & 0xFF) + (bits & 0x7FFFFF).bool().int()).clamp(1, 254) << 23).view(torch.float32)
         values = blocks * (1.0 / scale)
     else:
-        quant = torch.where(amax == 0, torch.tensor(1.0), 448.0 / amax)
+        quant = torch.div(torch.tensor(448.0), amax)  # 448.0 / amax would be reciprocal, then multiply
+        quant = torch.where(amax == 0, torch.tensor(1.0), quant)
         if ue8m0:
-            quant = torch.ldexp(torch.tensor(1.0), torch.frexp(quant).exponent - 1)
+            quant = torch.ldexp(torch.ones_like(quant), torch.frexp(quant).exponent - 1)
         scale, values = torch.reciprocal(quant), blocks * quant
     codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.view(x.shape).numpy(), scale.view(x.shape[0], -1).numpy()
