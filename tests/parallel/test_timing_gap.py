@@ -5,6 +5,7 @@ from itertools import permutations
 
 import pytest
 
+from parallel.timing.estimate import evaluate
 from parallel.timing.gap import (
     FACTORS,
     GapInputs,
@@ -14,6 +15,8 @@ from parallel.timing.gap import (
     gap_range,
     step_seconds,
 )
+from parallel.timing.inputs import defaults
+from parallel.timing.quantities import QUANTITIES
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +29,22 @@ def test_the_bound_and_one_factor_at_a_time(gap):
     # link 39 of 50 GB/s on a step that the network bounds
     assert math.isclose(gap.steps[frozenset(["link"])], 37.9764053e-3 * 50 / 39, rel_tol=1e-8)
     assert math.isclose(gap.steps[frozenset(["imbalance"])], 37.9764053e-3 * 1.15, rel_tol=1e-8)
-    # four exchanges per layer take 10 us more
-    assert math.isclose(gap.steps[frozenset(["sync"])], 37.9764053e-3 + 62 * 4 * 10e-6, rel_tol=1e-8)
+    # two exchanges per layer take 10 us more, and two micro-batches have four
+    assert math.isclose(gap.steps[frozenset(["sync"])], 37.9764053e-3 + 62 * 2 * 10e-6, rel_tol=1e-8)
+    both = gap.steps[frozenset(["schedule", "sync"])] - gap.steps[frozenset(["schedule"])]
+    assert math.isclose(both, 62 * 4 * 10e-6, rel_tol=1e-8)
     # attention stays hidden behind the network
     assert gap.shares["attention"].alone == 0
+
+
+@pytest.mark.parametrize("change", [{}, {"nic": 100e9}, {"context": 20000}, {"requests": 20}, {"hbm": 1e12}])
+def test_the_bound_is_the_notebooks_whatever_the_inputs(change):
+    values = evaluate(
+        QUANTITIES,
+        {**defaults(), **{k: v for k, v in change.items() if k != "requests"}},
+        {"requests": change.get("requests", 1850 / 21)},
+    )
+    assert math.isclose(step_seconds(GapInputs(**change), frozenset()), values["step_bound"], rel_tol=1e-12)
 
 
 def test_the_five_stage_schedule_by_hand(gap):
