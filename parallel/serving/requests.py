@@ -6,9 +6,13 @@ from typing import NamedTuple, Protocol
 
 
 class Status(Enum):
-    """WAITING for a rank, RUNNING on one, FINISHED with all tokens, or ABORTED."""
+    """WAITING for a rank, RUNNING on one, FINISHED with all tokens, or ABORTED.
+
+    Where prefill is apart, PREFILLING: pages are reserved for it while another rank fills them.
+    """
 
     WAITING = "waiting"
+    PREFILLING = "prefilling"
     RUNNING = "running"
     FINISHED = "finished"
     ABORTED = "aborted"

@@ -110,8 +110,6 @@ class Scheduler:
             raise ValueError("begin was called twice: finish the step in flight first")
         self._admit()
         self._in_flight = [self._plan(rank) for rank in range(len(self.pools))]
-        if self.busy and not any(self._in_flight):
-            raise RuntimeError("no rank can take a step although requests are left; this is a bug of the scheduler")
         self.stats.steps += 1
         return self._in_flight
 
@@ -204,11 +202,14 @@ class Scheduler:
     def _place(self, group: list[Request]) -> list[int]:
         """A rank for each request, -1 where none has room, by rows, requests, attention and tokens still to compute."""
         size = self.engine.page_size
-        start = np.array([np.sum([self._cost(r) for r in running] + [[0.0] * 4], axis=0) for running in self.running])
+        start = np.array([self._load(rank) for rank in range(len(self.pools))])  # [R, 4]
         start[:, 0] = [(pool.num_pages - pool.free) * size for pool in self.pools]
         capacity = [self.engine.num_pages * size, self.config.max_requests, np.inf, np.inf]
         cost = np.array([self._cost(request) for request in group])
         return balance(cost, len(self.pools), self.config.policy, start, capacity).bins.tolist()
+
+    def _load(self, rank: int) -> np.ndarray:
+        return np.sum([[0.0] * 4, *(self._cost(request) for request in self._occupants(rank))], axis=0)
 
     def _cost(self, request: Request) -> list[float]:
         rows = self.pools[0].pages_for(request.length + self.config.draft_tokens) * self.engine.page_size
@@ -220,6 +221,7 @@ class Scheduler:
         request.status, request.rank = Status.RUNNING, rank
         request.pages = pool.take(pool.pages_for(request.length + self.config.draft_tokens))
         insort(self.running[rank], request, key=lambda other: other.arrival)
+        self._prepare(request)
         if self.store is not None:
             prefix = self.store.read(request.tokens)
             for page, payload in zip(request.pages, prefix.payloads):
@@ -254,6 +256,19 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self.running[request.rank].remove(request)
-        self.pools[request.rank].give_back(request.pages)
+        self._give_back(request)
         request.pages, request.rank = [], None
         self.engine.forget(request.id)
+
+    # What a side of a hand-over does differently
+
+    def _occupants(self, rank: int) -> list[Request]:
+        """Requests that hold pages of the rank."""
+        return self.running[rank]
+
+    def _prepare(self, request: Request) -> None:
+        """Called when a request has its pages and nothing is in them yet."""
+
+    def _give_back(self, request: Request) -> None:
+        """Called when a request leaves its rank."""
+        self.pools[request.rank].give_back(request.pages)

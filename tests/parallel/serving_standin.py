@@ -4,6 +4,9 @@ import zlib
 
 import numpy as np
 
+from parallel.serving.handoff import CachePages
+from parallel.serving.kv_store import Prefix
+
 VOCABULARY = 50
 POISON = -1  # a row that nobody has written
 REJECTED = -2  # the row of a draft that was not accepted
@@ -36,8 +39,11 @@ class StandIn:
         self.num_ranks, self.num_pages, self.page_size, self.drafts = num_ranks, num_pages, page_size, drafts
         self.pages = np.full((num_ranks, num_pages, page_size), POISON, np.int64)
         self.known: set[int] = set()
+        self.drafting: set[int] = set()
+        self.hidden: dict[int, int] = {}
         self.proposed = self.accepted = self.rows = 0
         self.widest = 0
+        self.arrived: dict[int, int] = {}
 
     def step(self, batch):
         assert len(batch) == self.num_ranks
@@ -57,9 +63,15 @@ class StandIn:
         end = chunk.start + len(chunk.tokens)
         view[places[chunk.start : end]] = chunk.tokens
         context = view[places[:end]].tolist()
+        if chunk.request in self.arrived:  # the first draft must start from this request's own last state
+            assert self.arrived.pop(chunk.request) == sum(context[: chunk.start])
         assert min(context) >= 0, f"request {chunk.request} reads a row that was never written"
         if not chunk.final:
             return []
+        self.hidden[chunk.request] = sum(context)
+        if chunk.request not in self.drafting:  # its first token: there is nothing to verify yet
+            self.drafting.add(chunk.request)
+            return [next_token(context)]
         right = num_accepted(context, self.drafts)
         for i in range(self.drafts):  # verification writes the rows of all drafts, right or not
             view[places[end + i]] = next_token(context) if i < right else REJECTED
@@ -77,6 +89,19 @@ class StandIn:
 
     def forget(self, request):
         self.known.discard(request)
+        self.drafting.discard(request)
+        self.hidden.pop(request, None)
+
+    def cache(self, rank):
+        return CachePages([self.pages[rank][:, :, None]])
+
+    def hand_out(self, request):
+        return np.array([self.hidden[request]]), b"sampling"
+
+    def hand_in(self, request, metadata):
+        assert metadata.sampling == b"sampling"
+        self.drafting.add(request)
+        self.arrived[request] = int(metadata.hidden[0])
 
 
 class MemoryStore:
@@ -86,8 +111,6 @@ class MemoryStore:
         self.namespace, self.blocks = namespace, {}
 
     def read(self, tokens):
-        from parallel.serving.kv_store import Prefix
-
         size, payloads = self.namespace.block_tokens, []
         while (len(payloads) + 1) * size < len(tokens):
             payload = self.blocks.get(tuple(tokens[: (len(payloads) + 1) * size]))

@@ -146,6 +146,17 @@ def test_the_oldest_waiting_request_is_not_overtaken():
     assert [request.id for request in scheduler.running[0]] == [0]
 
 
+def test_a_preempted_request_comes_back_before_younger_ones():
+    engine = StandIn(1, 5, 2)
+    scheduler = Scheduler(engine, SchedulerConfig(max_requests=2))
+    for i in range(4):
+        scheduler.submit(i, [i + 1, 5], 7)
+    while not scheduler.stats.preemptions:
+        scheduler.step()
+    assert [request.id for request in scheduler.waiting] == [1, 2, 3]
+    run_to_the_end(scheduler)
+
+
 def play(seed: int, policy: str | None = None) -> dict:
     """A random trace: arrivals, lengths, aborts, small caches, drafts, a shared prefix store."""
     rng = random.Random(seed)
