@@ -137,15 +137,17 @@ class Network:
         self._left[tag] = self._left.get(tag, 0) + len(outgoing.destinations)
 
     def _join(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> Received:
+        if sources == self._all and len(sources) >= _MANY_RANKS:
+            if tag not in self._pools:
+                self._pools[tag] = Pool.of(self._parts(dst, tag, sources))
+            if self._pools[tag] is not None:
+                return self._pools[tag].part(dst, sources)
+        return join_parts(dst, sources, self._parts(dst, tag, sources))
+
+    def _parts(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> list[Outgoing]:
+        """What each source sent, as far as `dst` can see it."""
         sent = self._sent[tag]
-        if sources != self._all or len(sources) < _MANY_RANKS:
-            return join_parts(dst, sources, [sent[source] for source in sources])
-        if tag not in self._pools:
-            self._pools[tag] = Pool.of([sent[source] for source in sources])
-        pool = self._pools[tag]
-        if pool is None:
-            return join_parts(dst, sources, [sent[source] for source in sources])
-        return pool.part(dst, sources)
+        return [sent[source] for source in sources]
 
     def _check_terms(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> None:
         sent = self._sent[tag]

@@ -1,5 +1,6 @@
 """Dispatch and combine: how token rows reach their experts' ranks and come back."""
 
+from parallel.dispatch.compare_rows import SourceRows, expanded_rows, low_latency_rows, row_differences
 from parallel.dispatch.deepep_elastic import elastic_dispatch, elastic_expand
 from parallel.dispatch.deepep_low_latency import (
     get_next_low_latency_combine_buffer,
@@ -20,16 +21,20 @@ __all__ = [
     "DispatchLayout",
     "Exchange",
     "Pairs",
+    "SourceRows",
     "elastic_dispatch",
     "elastic_expand",
     "elastic_reduce",
+    "expanded_rows",
     "get_dispatch_layout",
     "get_next_low_latency_combine_buffer",
     "low_latency_combine",
     "low_latency_dispatch",
     "low_latency_reduce",
+    "low_latency_rows",
     "make_exchange",
     "normal_combine",
     "normal_dispatch",
     "normal_reduce",
+    "row_differences",
 ]

@@ -49,6 +49,7 @@ class AllGatherExchange(Exchange):
             self._tag("dispatch_send"),
             starts=np.zeros(ranks, np.int64),
             control=np.full((ranks, 1), self._tokens, np.int64),
+            terms=self._terms(x, topk_idx),
         )
 
     def dispatch_recv(self):

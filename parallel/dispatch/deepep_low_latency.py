@@ -77,7 +77,7 @@ def low_latency_dispatch(
     local = experts_per_rank(num_experts, topology)
     network, tag = network or Network(topology), Tag("dispatch_send", hop="low_latency_dispatch")
     for rank, (rows, ids) in enumerate(zip(x, topk_idx)):
-        check_capacity(rank, len(rows), num_max_dispatch_tokens_per_rank)
+        check_capacity(f"rank {rank}", len(rows), num_max_dispatch_tokens_per_rank)
         messages = Messages.of(check_topk_idx(ids, num_experts, topology), num_experts, topology.num_ranks)
         payload = quantize(rows, recipe=CAST, scale_format="ue8m0" if round_scale else "float32") if use_fp8 else rows
         arrays = messages.send(payload_arrays(payload))

@@ -24,7 +24,7 @@ class ElasticDirectExchange(RankRowsExchange):
         self.stride = num_max_tokens_per_rank or (2**31 - 1) // self.topology.num_ranks
 
     def dispatch_send(self, x, topk_idx, topk_weights):
-        check_capacity(self.rank, len(topk_idx), self.stride)
+        check_capacity(self._where("dispatch_send"), len(topk_idx), self.stride)
         super().dispatch_send(x, topk_idx, topk_weights)
 
     def dispatch_recv(self):
@@ -65,8 +65,8 @@ class ElasticDirectExchange(RankRowsExchange):
     def _beside_row(self, payload, topk_idx, topk_weights):
         return metadata_arrays(payload, topk_idx, topk_weights, self.rank * self.stride + self._token)
 
-    def _terms(self):
-        return {"num_max_tokens_per_rank": self.stride}
+    def _terms(self, x, topk_idx):
+        return {**super()._terms(x, topk_idx), "num_max_tokens_per_rank": self.stride}
 
     def _control(self, splits):
         return np.concatenate([splits[:, None].astype(np.int32), self._slots_by_rank()], axis=1)

@@ -30,7 +30,7 @@ class ElasticHybridExchange(Exchange):
 
     def dispatch_send(self, x, topk_idx, topk_weights):
         topk_idx, topk_weights = self._checked(x, topk_idx, topk_weights)
-        check_capacity(self.rank, len(topk_idx), self.stride)
+        check_capacity(self._where("dispatch_send"), len(topk_idx), self.stride)
         self._topk_idx = topk_idx
         in_rank = selected_units(topk_idx, self.num_local_experts, self.topology.num_ranks)
         mask = np.zeros_like(in_rank)  # [T, R]: the first hop
@@ -46,7 +46,7 @@ class ElasticHybridExchange(Exchange):
         arrays |= metadata_arrays(arrays, topk_idx[token], topk_weights[token], src_token)
         slots = np.bincount(topk_idx[topk_idx >= 0], minlength=self.num_experts).reshape(len(splits), -1)
         control = np.concatenate([in_rank.sum(axis=0)[:, None], slots], axis=1).astype(np.int32)
-        terms = {"num_max_tokens_per_rank": self.stride}
+        terms = {**self._terms(x, topk_idx), "num_max_tokens_per_rank": self.stride}
         self.network.send_rows(self.rank, arrays, splits, self._tag("dispatch_send"), control=control, terms=terms)
 
     def dispatch_forward(self):

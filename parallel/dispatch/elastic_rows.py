@@ -14,11 +14,11 @@ class CapacityError(ValueError):
     """A rank holds more tokens than its buffers; names the rank, what is needed, what there is and what would do."""
 
 
-def check_capacity(rank: int, needed: int, capacity: int, what: str = "tokens") -> None:
-    """Raise CapacityError where `needed` exceeds `capacity`."""
+def check_capacity(where: str, needed: int, capacity: int) -> None:
+    """Raise CapacityError where `needed` tokens exceed `capacity`; `where` names the rank, the layer, the message."""
     if needed > capacity:
         raise CapacityError(
-            f"rank {rank}: needed {needed} {what}, have {capacity}: num_max_tokens_per_rank, the same on all ranks, "
+            f"{where}: needed {needed} tokens, have {capacity}: num_max_tokens_per_rank, the same on all ranks, "
             f"must be at least {needed}"
         )
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parallel.dispatch.layout import check_topk_idx, experts_per_rank
-from parallel.dispatch.payload import num_rows
+from parallel.dispatch.payload import num_rows, row_form
+from parallel.messages import describe
 from parallel.network import Network, Received, Tag
 
 STAGES = ("dispatch_send", "dispatch_forward", "dispatch_recv", "combine_send", "combine_forward", "combine_recv")
@@ -87,6 +88,10 @@ class Exchange:
     def _tag(self, stage: str) -> Tag:
         return Tag(stage, self.layer, self.micro_batch, self.step)
 
+    def _where(self, stage: str) -> str:
+        """The place that an error names."""
+        return f"rank {self.rank}, {describe(self._tag(stage))}"
+
     def _receive(self, stage: str) -> Received:
         """The one exchange that this stage waits for."""
         ((tag, sources),) = self._awaits(stage)
@@ -102,6 +107,10 @@ class Exchange:
                 f"{topk_weights.shape}: one row of K ids and of K weights for each token is needed"
             )
         return topk_idx, topk_weights
+
+    def _terms(self, x, topk_idx: np.ndarray) -> dict:
+        """What all ranks of a dispatch must agree on."""
+        return {"num_experts": self.num_experts, "top_k": topk_idx.shape[1], "row": row_form(x)}
 
     def _check_pairs(self, rows: np.ndarray, pairs: int) -> np.ndarray:
         rows = np.asarray(rows)

@@ -89,7 +89,7 @@ class LowLatencyExchange(Exchange):
     def dispatch_send(self, x, topk_idx, topk_weights):
         topk_idx, self._weights = self._checked(x, topk_idx, topk_weights)
         if self.capacity is not None:
-            check_capacity(self.rank, len(topk_idx), self.capacity)
+            check_capacity(self._where("dispatch_send"), len(topk_idx), self.capacity)
         self._messages = Messages.of(topk_idx, self.num_experts, self.topology.num_ranks)
         self.network.send_rows(
             self.rank,
@@ -97,7 +97,7 @@ class LowLatencyExchange(Exchange):
             self._messages.counts.sum(axis=1),
             self._tag("dispatch_send"),
             control=self._messages.counts,
-            terms={"num_max_tokens_per_rank": self.capacity},
+            terms={**self._terms(x, topk_idx), "num_max_tokens_per_rank": self.capacity},
         )
 
     def dispatch_recv(self):

@@ -50,6 +50,7 @@ class NormalInternodeExchange(Exchange):
             destinations=self._rails,
             control=self._node_notification(topk_idx, in_rank, per_node),
             control_to=others,
+            terms=self._terms(x, topk_idx),
         )
 
     def dispatch_forward(self):

@@ -23,6 +23,11 @@ def num_rows(x) -> int:
     return len(next(iter(payload_arrays(x).values()))[0])
 
 
+def row_form(x) -> str:
+    """What one row of `x` is made of."""
+    return " + ".join(f"{array.dtype.name} {list(array.shape[1:])}" for array, _ in payload_arrays(x).values())
+
+
 def take_rows(arrays: dict[str, tuple[np.ndarray, str]], index: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
     """Fresh copies of the rows that `index` names."""
     return {name: (np.take(array, index, axis=0), cls) for name, (array, cls) in arrays.items()}

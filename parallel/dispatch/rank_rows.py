@@ -23,7 +23,7 @@ class RankRowsExchange(Exchange):
         self._dst, self._token, splits = send_order(in_rank)
         arrays = take_rows(payload_arrays(x), self._token)
         arrays |= self._beside_row(arrays, topk_idx[self._token], topk_weights[self._token])
-        control, terms = self._control(splits), self._terms()
+        control, terms = self._control(splits), self._terms(x, topk_idx)
         self.network.send_rows(self.rank, arrays, splits, self._tag("dispatch_send"), control=control, terms=terms)
 
     def dispatch_recv(self):
@@ -63,10 +63,6 @@ class RankRowsExchange(Exchange):
     def _local_ids(self, arrays: dict) -> tuple[np.ndarray, np.ndarray]:
         """(local expert ids or -1, weights) [M, K] of the received rows."""
         raise NotImplementedError
-
-    def _terms(self) -> dict:
-        """What all ranks must agree on."""
-        return {}
 
     def _beside_return(self) -> dict:
         """Arrays that travel back beside the reduced rows."""

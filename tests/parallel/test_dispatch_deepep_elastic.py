@@ -98,6 +98,6 @@ def test_expanded_rows_lead_back_to_the_sum():
 def test_capacity_is_named():
     x, idx = [np.zeros((1, 1)), np.zeros((4, 1))], [np.zeros((1, 1), np.int64), np.zeros((4, 1), np.int64)]
     weights = [np.ones(ids.shape) for ids in idx]
-    with pytest.raises(CapacityError, match="rank 1: needed 4 tokens, have 3"):
+    with pytest.raises(CapacityError, match=r"rank 1, layer 0, .*: needed 4 tokens, have 3"):
         elastic_dispatch(x, idx, weights, 2, Topology(2), 3)
     assert elastic_dispatch(x, idx, weights, 2, Topology(2), 4)[0].recv_src_token_idx.tolist() == [0, 4, 5, 6, 7]
