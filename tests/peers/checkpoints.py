@@ -89,6 +89,7 @@ SPECS = (
     Spec("two_dense", {"first_k_dense_replace": 2, "num_hidden_layers": 4}, spelling="rope_parameters", seed=6),
     Spec("three_dense", {"first_k_dense_replace": 3, "num_hidden_layers": 4}, bias_offset=5.0, seed=7),
     Spec("eps_1e-5", {"rms_norm_eps": 1e-5}, embed_std=3e-3, low_rank_gain=2e-3, seed=8),
+    Spec("half_split_rope", {"rope_interleave": False}, bias_offset=-1.0, seed=10),
     Spec("weights_not_renormalised", {"norm_topk_prob": False, "num_experts_per_tok": 2}, seed=9),
 )
 
