@@ -186,7 +186,7 @@ DAMAGE = {
         "00002-of-00005.safetensors: tensor .* unknown dtype 'F8_E9M9'; known: BOOL",
     ),
     "missing shard": (remove_shard, "lists 1 files that do not exist, first 'model-00002-of-00005.safetensors'"),
-    "wrong shard in the index": (move_entry, "places 1 tensors in files .* o_proj.* it is in model-0000[1-4]"),
+    "wrong shard in the index": (move_entry, "places 1 tensors in files .*o_proj.* it is in model-0000[1-4]"),
     "one tensor in two files": (duplicate, "embed_tokens.* which model-00001-of-00005.safetensors holds"),
     "no config": (lambda directory: (directory / "config.json").unlink(), "config.json: cannot be read: No such file"),
     "config is no JSON": (write("config.json", "{"), "config.json: not valid JSON"),
