@@ -11,8 +11,8 @@ from refmodel.tensor_header import shorten
 
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32", "F64")
-# tensors that some writers add and that do not change the result
-HARMLESS = ("rotary_emb.inv_freq", "k_scale", "v_scale", "input_scale", "num_batches_tracked")
+ROTARY_TABLE = "rotary_emb.inv_freq"  # old writers store what the config says already
+OTHER_SCALES = (".k_scale", ".v_scale", ".input_scale")  # of the cache and of activations
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> dict[str, Needed]:
@@ -97,14 +97,16 @@ def check_unused(
     notices: list[str],
 ) -> None:
     """Tensors that nothing reads: harmless ones are reported, those whose effect would be lost are refused."""
-    orphans, indexers, outside = [], [], []
+    orphans, indexers, outside, scales = [], [], [], []
     for name, stored in tensors.items():
-        if name in needed or name in aliases or name.endswith(HARMLESS):
+        if name in needed or name in aliases or name.endswith(ROTARY_TABLE):
             continue
         layer = layer_of(name)
         if layer is not None and layer >= config.num_layers:
             continue  # reported as a layer
-        if ".self_attn.indexer." in name:
+        if name.endswith(OTHER_SCALES):
+            scales.append(name)
+        elif ".self_attn.indexer." in name:
             indexers.append(name)
         elif name.endswith(f".{SCALE}"):
             weight = name.removesuffix("_scale_inv")
@@ -117,6 +119,7 @@ def check_unused(
     for names, text in (
         (orphans, "scales without an FP8 weight: ignored"),
         (indexers, "tensors of the sparse-attention indexer: not used, attention is dense"),
+        (scales, "scales of activations or cache: not used"),
         (outside, "tensors outside the language model: ignored"),
     ):
         if names:
@@ -173,7 +176,7 @@ def _mention_fp8(config: ModelConfig, by_dtype: dict[str, list[str]], notices: l
     elif stored.unsupported:
         notices.append(f"quantization_config names {stored.unsupported}, but the weights are FP8 with block scales")
     elif stored.activation_scheme == "static":
-        notices.append("activation_scheme is 'static': the activations' own scales in the file are not used")
+        notices.append("activation_scheme is 'static': FP8 activations are scaled by their own values all the same")
     plain = [name for dtype, names in by_dtype.items() if dtype != FP8 for name in names]
     if plain:
         notices.append(_count(plain, "weights are not FP8: used as they are stored"))

@@ -21,7 +21,8 @@ def read_quantization(entry, assumed: list[str]) -> Quantization | None:
     if method == "compressed-tensors":
         return _compressed_tensors(entry, excluded)
     if method not in ("fp8", None):
-        scheme = entry.get("quant_algo") or entry.get("bits") or "quantised"
+        bits = entry.get("bits")
+        scheme = entry.get("quant_algo") or (f"{bits}-bit" if bits else "quantised")
         return Quantization(quant_method=str(method), excluded=excluded, unsupported=f"{scheme} ({method})")
     if entry.get("quant_algo") is not None:
         return Quantization(quant_method="modelopt", excluded=excluded, unsupported=f"{entry['quant_algo']} (modelopt)")

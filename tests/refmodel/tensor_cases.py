@@ -144,6 +144,20 @@ TENSOR_CASES = (
         "fp8",
         notices=("activation_scheme is 'static'",),
     ),
+    Case(
+        "scales of activations and cache",
+        both(
+            add(f"{MOE}self_attn.o_proj.input_scale", np.ones((), np.float32)),
+            add(f"{MOE}self_attn.kv_b_proj.k_scale", np.ones((), np.float32)),
+        ),
+        "fp8",
+        notices=("2 scales of activations or cache: not used",),
+    ),
+    Case(
+        "4-bit of awq",
+        both(fields(quantization_config={"quant_method": "awq", "bits": 4}), drop("experts.0.up_proj")),
+        refused=("unsupported: 4-bit (awq)",),
+    ),
     Case("UE8M0 declared, and so it is", lambda v: v.config["quantization_config"].update(scale_fmt="ue8m0"), "fp8"),
     Case("NVFP4", nvfp4, refused=("unsupported: NVFP4 (modelopt)",)),
     Case(
