@@ -11,8 +11,11 @@ from parallel.dispatch.deepep_normal import normal_combine, normal_dispatch
 from parallel.dispatch.dialects import DIALECTS, make_exchange
 from parallel.dispatch.elastic_rows import CapacityError
 from parallel.dispatch.exchange import STAGES, Exchange, Pairs
+from parallel.dispatch.hints import get_low_latency_rdma_size_hint
 from parallel.dispatch.layout import DispatchLayout, get_dispatch_layout
+from parallel.dispatch.limits import deepep_limits
 from parallel.dispatch.reduce import elastic_reduce, low_latency_reduce, normal_reduce
+from parallel.dispatch.volumes import Volumes, count_volumes
 
 __all__ = [
     "DIALECTS",
@@ -22,11 +25,15 @@ __all__ = [
     "Exchange",
     "Pairs",
     "SourceRows",
+    "Volumes",
+    "count_volumes",
+    "deepep_limits",
     "elastic_dispatch",
     "elastic_expand",
     "elastic_reduce",
     "expanded_rows",
     "get_dispatch_layout",
+    "get_low_latency_rdma_size_hint",
     "get_next_low_latency_combine_buffer",
     "low_latency_combine",
     "low_latency_dispatch",
