@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8 import E4M3, E4M3FNUZ, E5M2, decode, encode, quantize, to_bfloat16
+from fp8 import E4M3, E4M3FNUZ, E5M2, BlockScaled, GemmRule, decode, encode, order_free_bound, quantize, to_bfloat16
 
 torch = pytest.importorskip("torch", reason="torch is not installed: the casts are held to ml_dtypes only")
 
@@ -77,3 +77,20 @@ def test_recipe_equals_its_torch_formulas(recipe, scale_format):
     got = quantize(x, recipe=recipe, scale_format=scale_format)
     np.testing.assert_array_equal(got.scale, scale)
     np.testing.assert_array_equal(got.codes.view(np.uint8), codes)
+
+
+@pytest.mark.parametrize("k", [32, 256, 4096])
+def test_scaled_mm_on_the_cpu_lies_within_the_order_free_bound(k):
+    """Torch's CPU kernel adds float32 products in an order of its own: one chain over all of K, or several."""
+    rng = np.random.default_rng(k)
+    a, b = (encode(rng.standard_normal((16, k)) * 30, E4M3) for _ in range(2))
+    left, right = (torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn) for codes in (a, b))
+    one = torch.ones(())
+    try:
+        got = torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"no FP8 product on this CPU: {str(error).splitlines()[0]}")
+    scale = np.ones((16, 1), np.float32)
+    pair = BlockScaled(a, scale, (1, k)), BlockScaled(b, scale, (1, k))
+    product = order_free_bound(*pair, GemmRule("float32_sequential"), np.float32)
+    assert (np.abs(got.numpy() - product.value) <= product.bound).all()
