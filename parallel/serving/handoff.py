@@ -75,6 +75,10 @@ class _Write(NamedTuple):
     stop: int
 
 
+class _Notice(NamedTuple):
+    """The decode side tells the prefill side that it has given up."""
+
+
 class HandOver:
     """The passage of one request with `num_tokens` cached tokens; both sides and the wire call its methods.
 
@@ -104,23 +108,24 @@ class HandOver:
         self.source, self.destination = source, destination
         self.source_pages, self.destination_pages = list(source_pages), list(destination_pages)
         self.num_tokens, self.have = num_tokens, have
-        self.under_way: list[_Write | Metadata] = []
+        self.under_way: list[_Write | Metadata | _Notice] = []
         self.sent = have  # tokens that are sent or need not be
         self.metadata: Metadata | None = None
         self.payload_bytes = self.metadata_bytes = self.writes = 0
         self._arrived = np.zeros((len(destination.layers), num_tokens), bool)
         self._arrived[:, :have] = True
-        self._source_done = self._destination_done = self._source_aborted = self._taken = False
+        self._source_done = self._destination_done = self._source_aborted = self._source_knows = False
 
     # What the prefill side does
 
     def send(self, stop: int) -> None:
         """Send the rows of all tokens before `stop` that are not sent yet, in every layer.
 
-        Does nothing once the decode side has given up. Raises ValueError for rows that are not computed yet.
+        Does nothing once it is known that the decode side has given up. Raises ValueError for rows that are not
+        computed yet.
         """
         self._must_be_open("send")
-        if self._destination_done:
+        if self._source_knows:
             return
         if not self.sent <= stop <= self.num_tokens:
             raise ValueError(f"stop = {stop}: {self.sent} of {self.num_tokens} tokens are sent")
@@ -134,7 +139,7 @@ class HandOver:
     def finish(self, metadata: Metadata) -> None:
         """The last thing sent. Raises ValueError if rows are missing that the decode side needs."""
         self._must_be_open("finish")
-        if not self._destination_done:
+        if not self._source_knows:
             if self.sent < self.num_tokens:
                 raise ValueError(f"finish after {self.sent} of {self.num_tokens} tokens: send the rest first")
             self.under_way.append(metadata)
@@ -149,6 +154,9 @@ class HandOver:
     def deliver(self, index: int = 0) -> None:
         """Carry out one of `under_way`, any of them."""
         item = self.under_way.pop(index)
+        if isinstance(item, _Notice):
+            self._source_knows = True
+            return
         if isinstance(item, Metadata):
             self.metadata = item
             self.metadata_bytes += item.num_bytes
@@ -185,11 +193,13 @@ class HandOver:
         for layer in range(len(self.destination.layers)):
             if not self.destination.is_written(layer, self.destination_pages, 0, self.num_tokens):
                 raise ValueError(f"layer {layer} holds rows that nobody wrote, although all arrived")
-        self._destination_done = self._taken = True
+        self._destination_done = True
         return self.metadata
 
     def abort_destination(self) -> None:
-        """The decode side gives up; its pages stay reserved until `destination_free`."""
+        """The decode side gives up and says so; its pages stay reserved until `destination_free`."""
+        if not self._destination_done:
+            self.under_way.append(_Notice())
         self._destination_done = True
 
     # Who may free what
@@ -197,12 +207,12 @@ class HandOver:
     @property
     def source_free(self) -> bool:
         """The prefill side may free its pages: it is done and no write reads them any more."""
-        return self._source_done and not self.under_way
+        return self._source_done and not self._writes_left
 
     @property
     def destination_free(self) -> bool:
         """No write will touch the decode side's pages again: both sides are done and nothing is under way."""
-        return self._source_done and self._destination_done and not self.under_way
+        return self._source_done and self._destination_done and not self._writes_left
 
     @property
     def token_bytes(self) -> int:
@@ -215,6 +225,10 @@ class HandOver:
         size = self.source.page_size
         pages = -(-self.num_tokens // size) - self.have // size if self.num_tokens > self.have else 0
         return pages * size * self.source.row_bytes * len(self.source.layers)
+
+    @property
+    def _writes_left(self) -> bool:
+        return any(not isinstance(item, _Notice) for item in self.under_way)
 
     def _must_be_open(self, what: str) -> None:
         if self._source_done:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from serving_standin import MemoryStore, StandIn, num_accepted, plain_generation
+from serving_standin import POISON, MemoryStore, StandIn, num_accepted, plain_generation
 
 from parallel.serving.disagg import PrefillDecode
 from parallel.serving.keys import Namespace
@@ -93,6 +93,16 @@ def test_a_second_turn_hits_prompt_and_generated_tail(tmp_path):
     assert second.generated == plain_generation(turn, 3)
     assert [store.stats.write_ops for store in stores] == [1 + 0, 2 + 1]  # prompt blocks; generated tails
     assert [store.stats.read_ops for store in stores] == [3, 0]
+    assert stores[1].stats.already_there == 0  # decode knows what prefill has written
+
+
+def test_reserved_pages_are_poison_until_rows_arrive():
+    system = PrefillDecode(StandIn(1, 8, 2), StandIn(1, 8, 2))
+    system.decode.engine.pages[:] = 7
+    request = system.submit(0, [1, 2, 3], 2)
+    system._pair()
+    assert (system.decode.engine.pages[0, request.pages] == POISON).all()
+    run_to_the_end(system)
 
 
 def test_lost_decode_pages_mean_another_prefill_and_no_second_hit():

@@ -175,19 +175,36 @@ def test_late_write_of_an_aborted_request_hits_nobody():  # sgl-project/sglang#2
     np.testing.assert_allclose(rows_of(target, second_pages, 8), expected(8, 20), rtol=1e-6)
 
 
+@pytest.mark.parametrize("abort", ["abort_source", "abort_destination"])
+def test_whoever_gives_up_last_gives_up(abort):
+    source, target = cache(2, 4), cache(2, 4)
+    compute(source, [0, 1], 0, 8)
+    handover = HandOver(source, [0, 1], target, [0, 1], 8)
+    handover.send(8)
+    handover.finish(META)
+    deliver_all(handover)
+    assert handover.complete
+    getattr(handover, abort)()
+    assert not handover.complete
+    with pytest.raises(ValueError, match="not complete"):
+        handover.take()
+
+
 def test_after_the_decode_side_gave_up_nothing_more_is_sent():
     source, target = cache(2, 4), cache(2, 4)
     compute(source, [0, 1], 0, 8)
     handover = HandOver(source, [0, 1], target, [0, 1], 8)
     handover.send(3)
     handover.abort_destination()
-    before = len(handover.under_way)
+    handover.send(5)  # the prefill side has not heard of it yet
+    assert handover.under_way[-1].stop == 5
+    deliver_all(handover)
+    assert not handover.destination_free  # nothing is under way, but more may come
     handover.send(8)
     handover.finish(META)
-    assert len(handover.under_way) == before
-    assert not handover.source_free
-    deliver_all(handover)
+    assert handover.under_way == []
     assert handover.source_free
+    assert handover.destination_free
     with pytest.raises(ValueError, match="after the prefill side was done"):
         handover.send(8)
 
@@ -218,7 +235,7 @@ def play(seed: int) -> int:
                     stop = rng.randint(handover.sent + 1, handover.num_tokens)
                     compute(sides[0], handover.source_pages, handover.sent, stop, mark)
                     handover.send(stop)
-                if handover.sent == handover.num_tokens or handover._destination_done:
+                if handover.sent == handover.num_tokens or handover._source_knows:
                     handover.finish(META)
             if handover.under_way and rng.random() < 0.7:
                 handover.deliver(rng.randrange(len(handover.under_way)))
