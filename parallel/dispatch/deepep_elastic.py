@@ -15,7 +15,7 @@ from parallel.topology import Topology
 
 
 class ElasticDispatch(NamedTuple):
-    """What one rank received, in deterministic order: by (source rank, token)."""
+    """What one rank received, by (source rank, token) unless an `arrival_seed` picked another order."""
 
     recv_x: Any  # [M, H], or (codes, scales) as it was sent
     recv_topk_idx: np.ndarray  # [M, K] local ids, -1 elsewhere, in the dtype that was sent
@@ -43,17 +43,18 @@ def elastic_dispatch(
     topology: Topology,
     num_max_tokens_per_rank: int,
     mode: str = "hybrid",
+    arrival_seed: int | None = None,
     network: Network | None = None,
 ) -> list[ElasticDispatch]:
     """Send every token once to each rank that holds one of its experts (its own rank included).
 
-    `x` per rank: rows [T, H] or a pair (codes, scales); `topk_idx` and `topk_weights` [T, K] per rank. The order is the
-    deterministic one; DeepEP gives it only with `deterministic=True`. `mode` chooses the hops: "hybrid" (once to each
-    other node, then to its ranks) or "direct"; the result is the same.
+    `x` per rank: rows [T, H] or a pair (codes, scales); `topk_idx` and `topk_weights` [T, K] per rank. The order is
+    that of `deterministic=True`; `arrival_seed` picks one that may come about without. `mode` chooses the hops:
+    "hybrid" (once to each other node, then to its ranks) or "direct"; the result is the same.
     Raises CapacityError where a rank has more tokens than `num_max_tokens_per_rank`.
     """
     network = network or Network(topology)
-    options = {"mode": mode, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+    options = {"mode": mode, "num_max_tokens_per_rank": num_max_tokens_per_rank, "arrival_seed": arrival_seed}
     exchanges = [make_exchange("elastic", network, r, num_experts, **options) for r in range(topology.num_ranks)]
     for exchange, rows, ids, weights in zip(exchanges, x, topk_idx, topk_weights):
         exchange.dispatch_send(rows, ids, weights)
@@ -63,7 +64,7 @@ def elastic_dispatch(
     for rank, exchange in enumerate(exchanges):
         exchange.dispatch_recv()
         source = exchange.recv_src_token_idx
-        order = np.argsort(source, kind="stable")
+        order = np.argsort(source, kind="stable") if arrival_seed is None else exchange.recv_order
         arrays = {
             name: exchange.recv_arrays[name][order] for name in ("x", "codes", "scale") if name in exchange.recv_arrays
         }

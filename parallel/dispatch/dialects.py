@@ -25,8 +25,9 @@ def make_exchange(
 ) -> Exchange:
     """One rank's exchange of one layer and micro-batch, in the named dialect.
 
-    `num_experts` counts physical experts. `options` are the dialect's own: `arrival_seed` and `logfmt` for
-    low_latency, `mode` ("hybrid" by default; "direct" on one node) and `num_max_tokens_per_rank` for elastic.
+    `num_experts` counts physical experts. `options` are the dialect's own: `arrival_seed` and
+    `num_max_tokens_per_rank` for low_latency and elastic, `logfmt` for low_latency, `mode` for elastic ("hybrid" by
+    default; on one node that is "direct").
     Raises ValueError for an unknown dialect, mode or option.
     """
     several = network.topology.num_nodes > 1

@@ -6,20 +6,23 @@
 import numpy as np
 
 from parallel.dispatch.elastic_rows import check_capacity, last_slot, metadata_arrays, return_padding
-from parallel.dispatch.layout import localize, order_by
+from parallel.dispatch.layout import localize, order_by, shuffled_blocks
 from parallel.dispatch.rank_rows import RankRowsExchange
 from parallel.dispatch.rounding_tree import ordered_sum
 
 
 class ElasticDirectExchange(RankRowsExchange):
-    """One rank's elastic exchange, `mode` "direct" or "single". Receive order: source rank, then token.
+    """One rank's elastic exchange, `mode` "direct" or "single".
 
+    Receive order: source rank, then token, as DeepEP has it with `deterministic=True`; without, rows of a source arrive
+    in any order, of which `arrival_seed` picks one.
     `num_max_tokens_per_rank` is the stride of `src_token_global_idx` and the capacity; None takes the largest stride.
     Ranks' partial sums are added in the order of the last slot that each of them serves.
     """
 
-    def __init__(self, *args, mode: str = "direct", num_max_tokens_per_rank: int | None = None, **kwargs):
+    def __init__(self, *args, mode="direct", num_max_tokens_per_rank: int | None = None, arrival_seed=None, **kwargs):
         super().__init__(*args, **kwargs)
+        self.arrival_seed = arrival_seed
         self.single = mode == "single"
         self.stride = num_max_tokens_per_rank or (2**31 - 1) // self.topology.num_ranks
 
@@ -61,6 +64,11 @@ class ElasticDirectExchange(RankRowsExchange):
         order = order_by(token * top_k + slot, tokens * top_k)
         counts = np.bincount(token, minlength=tokens)
         return ordered_sum(rows, order, counts, self._weights[token[order], slot[order]])
+
+    def _receive_order(self, counts):
+        if self.arrival_seed is None:
+            return None
+        return shuffled_blocks(np.repeat(np.arange(len(counts)), counts), self._seed(self.arrival_seed))
 
     def _beside_row(self, payload, topk_idx, topk_weights):
         return metadata_arrays(payload, topk_idx, topk_weights, self.rank * self.stride + self._token)

@@ -8,17 +8,22 @@ import numpy as np
 
 from parallel.dispatch.elastic_rows import check_capacity, last_slot, metadata_arrays, return_padding
 from parallel.dispatch.exchange import Exchange, Pairs
-from parallel.dispatch.layout import localize, node_mask, order_by, selected_units, send_order
+from parallel.dispatch.layout import localize, node_mask, order_by, selected_units, send_order, shuffled_blocks
 from parallel.dispatch.local_pairs import LocalPairs
 from parallel.dispatch.payload import join_payload, payload_arrays, take_rows
 from parallel.dispatch.rounding_tree import ordered_sum
 
 
 class ElasticHybridExchange(Exchange):
-    """One rank's elastic exchange in hybrid mode. Receive order: source rank, then token."""
+    """One rank's elastic exchange in hybrid mode; arguments as for ElasticDirectExchange.
 
-    def __init__(self, *args, mode: str = "hybrid", num_max_tokens_per_rank: int | None = None, **kwargs):
+    Receive order: source rank, then token, as DeepEP has it with `deterministic=True`; without, rows that come in by
+    one rank of the node arrive in any order, of which `arrival_seed` picks one.
+    """
+
+    def __init__(self, *args, mode="hybrid", num_max_tokens_per_rank: int | None = None, arrival_seed=None, **kwargs):
         super().__init__(*args, **kwargs)
+        self.arrival_seed = arrival_seed
         topology = self.topology
         self.stride = num_max_tokens_per_rank or (2**31 - 1) // topology.num_ranks
         self.node, self._width = topology.node(self.rank), topology.ranks_per_node
@@ -75,6 +80,9 @@ class ElasticHybridExchange(Exchange):
         local = self.num_local_experts
         ids = localize(arrays["topk_idx"], self.rank * local, local)
         order = np.argsort(self.recv_src_token_idx, kind="stable")
+        if self.arrival_seed is not None:
+            came_in_by = self.topology.local_index(self.recv_src_token_idx // self.stride)
+            order = shuffled_blocks(came_in_by, self._seed(self.arrival_seed))
         self.recv_order, self.recv_topk_idx, self.recv_topk_weights = order, ids, arrays["topk_weights"]
         self._pairs = LocalPairs(ids, arrays["topk_weights"], local, order)
         return Pairs(join_payload(arrays), self._pairs.row, self._pairs.expert)

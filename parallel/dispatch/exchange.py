@@ -88,6 +88,10 @@ class Exchange:
     def _tag(self, stage: str) -> Tag:
         return Tag(stage, self.layer, self.micro_batch, self.step)
 
+    def _seed(self, seed: int) -> list[int]:
+        """A seed of this exchange's own."""
+        return [seed, self.rank, self.layer, self.micro_batch, self.step]
+
     def _where(self, stage: str) -> str:
         """The place that an error names."""
         return f"rank {self.rank}, {describe(self._tag(stage))}"

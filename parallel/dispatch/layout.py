@@ -85,6 +85,11 @@ def localize(topk_idx: np.ndarray, first_expert, num_local: int) -> np.ndarray:
     return np.where((local >= 0) & (local < num_local), local, -1)
 
 
+def shuffled_blocks(block: np.ndarray, seed) -> np.ndarray:
+    """Rows [M] by block, in an order within each block that the seed (integers) picks."""
+    return np.lexsort((np.random.default_rng(seed).random(len(block)), block))
+
+
 def order_by(keys: np.ndarray, limit: int) -> np.ndarray:
     """Stable argsort of keys from 0 to `limit` - 1; narrow keys are sorted by radix, an order of magnitude faster."""
     if limit <= 1 << 8:

@@ -103,9 +103,7 @@ class LowLatencyExchange(Exchange):
     def dispatch_recv(self):
         received = self._receive("dispatch_recv")
         self._from, expert = received.counts, received_experts(received)
-        seed = self.arrival_seed
-        if seed is not None:
-            seed = [seed, self.rank, self.layer, self.micro_batch, self.step]
+        seed = None if self.arrival_seed is None else self._seed(self.arrival_seed)
         self._row = arrival_order(expert, received.counts, self.num_local_experts, seed)
         self.recv_src_idx = received.arrays["header"][:, 0]
         return Pairs(join_payload(received.arrays), self._row, expert[self._row])

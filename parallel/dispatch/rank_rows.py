@@ -30,7 +30,8 @@ class RankRowsExchange(Exchange):
         received = self._receive("dispatch_recv")
         self._from, self._received = received.counts, received.arrays
         self.recv_topk_idx, self.recv_topk_weights = self._local_ids(received.arrays)
-        self._pairs = LocalPairs(self.recv_topk_idx, self.recv_topk_weights, self.num_local_experts)
+        self.recv_order = self._receive_order(received.counts)
+        self._pairs = LocalPairs(self.recv_topk_idx, self.recv_topk_weights, self.num_local_experts, self.recv_order)
         return Pairs(join_payload(received.arrays), self._pairs.row, self._pairs.expert)
 
     def combine_send(self, rows):
@@ -63,6 +64,10 @@ class RankRowsExchange(Exchange):
     def _local_ids(self, arrays: dict) -> tuple[np.ndarray, np.ndarray]:
         """(local expert ids or -1, weights) [M, K] of the received rows."""
         raise NotImplementedError
+
+    def _receive_order(self, counts: np.ndarray) -> np.ndarray | None:
+        """Rows [M] in receive order, given the rows of each source [R]; None if they stand in it."""
+        return None
 
     def _beside_return(self) -> dict:
         """Arrays that travel back beside the reduced rows."""

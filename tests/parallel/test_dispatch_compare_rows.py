@@ -27,12 +27,16 @@ def test_orders_and_layouts_are_equal(batch):
     plain = low_latency_dispatch(x, idx, 5, 8, TOPOLOGY, use_fp8=False, fill=np.nan)
     racy = low_latency_dispatch(x, idx, 5, 8, TOPOLOGY, use_fp8=False, arrival_seed=1)
     elastic = elastic_dispatch(x, idx, weights, 8, TOPOLOGY, 5)
+    other = elastic_dispatch(x, idx, weights, 8, TOPOLOGY, 5, arrival_seed=2)
+    assert any(a.recv_x.tobytes() != b.recv_x.tobytes() for a, b in zip(elastic, other))
     assert any(a.packed_recv_x.tobytes() != b.packed_recv_x.tobytes() for a, b in zip(plain, racy))
     for rank in range(4):
         expected = low_latency_rows(plain[rank])
         assert len(expected.key) == sum((ids // 2 == rank).sum() for ids in idx)
         assert row_differences(expected, low_latency_rows(racy[rank])) == []
         expanded = elastic_expand(elastic[rank], 8, TOPOLOGY, 5, expert_alignment=4, fill=np.nan)
+        assert row_differences(expected, expanded_rows(expanded, 5)) == []
+        expanded = elastic_expand(other[rank], 8, TOPOLOGY, 5, expert_alignment=4, fill=np.nan)
         assert row_differences(expected, expanded_rows(expanded, 5)) == []
 
 

@@ -60,10 +60,10 @@ def test_normal_is_its_rounding_tree(batch):
 
 
 @settings(max_examples=80)
-@given(batches(), st.sampled_from(["hybrid", "direct", "single"]))
-def test_elastic_is_its_rounding_tree(batch, mode):
+@given(batches(), st.sampled_from(["hybrid", "direct", "single"]), st.sampled_from([None, 3]))
+def test_elastic_is_its_rounding_tree(batch, mode, seed):
     topology, num_experts, (x, idx, weights), rng = batch
-    y, _, _ = run_exchange("elastic", topology, num_experts, x, idx, weights, rng=rng, mode=mode)
+    y, _, _ = run_exchange("elastic", topology, num_experts, x, idx, weights, rng=rng, mode=mode, arrival_seed=seed)
     for rank in range(topology.num_ranks):
         outputs = all_outputs(x[rank], idx[rank])
         same_bits(y[rank], elastic_tree(outputs, idx[rank], weights[rank], num_experts, topology, mode))
