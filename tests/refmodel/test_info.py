@@ -127,9 +127,9 @@ def v3_headers(tmp_path_factory):
 
 
 def test_info_on_the_headers_of_the_671b_model(v3_headers, capsys):
-    start = time.perf_counter()
+    start = time.process_time()  # of the processor: other work on the machine must not fail this
     assert run(v3_headers) == 0
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     text = capsys.readouterr().out
     assert re.search(r"main model +671,026,419,200 +671\.03 B +673,150,611,808 +embedding and head, not MTP", text)
     assert re.search(r"activated per token +36,625,618,432 +36\.63 B .* head, not the embedding", text)
