@@ -14,6 +14,7 @@ from fp8.formats import E8M0, Format, format_of
 from fp8.rounding import float32_carrier
 
 _CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
+_DECODE_CHUNK = 1 << 16
 OVERFLOWS = ("saturate", "nan")
 
 
@@ -123,14 +124,23 @@ def _decode_table(fmt: Format, dtype: np.dtype) -> np.ndarray:
     return fmt.values().astype(dtype)
 
 
-def decode(codes, dtype=np.float64) -> np.ndarray:
+def decode(codes, dtype=np.float64, out: np.ndarray | None = None) -> np.ndarray:
     """The values of `codes` (ml_dtypes float8 of any shape) as float64, float32 or bfloat16, exactly.
 
-    Raises ValueError for codes of another dtype (bare uint8 does not say which format it is; use `.view`) and for
-    another result dtype.
+    out: where to write, a C-contiguous array of that shape and dtype. Raises ValueError for codes of another dtype
+    (bare uint8 does not say which format it is; use `.view`), for another result dtype, and for an unfit `out`.
     """
     codes, dtype = np.asarray(codes), np.dtype(dtype)
     if dtype not in (np.float32, np.float64, ml_dtypes.bfloat16):
         raise ValueError(f"decode gives float64, float32 or bfloat16, not {dtype}")
     table = _decode_table(format_of(codes.dtype), dtype)
-    return np.take(table, codes.view(np.uint8), mode="clip")
+    if out is None:
+        out = np.empty(codes.shape, dtype)
+    elif out.shape != codes.shape or out.dtype != dtype or not out.flags.c_contiguous:
+        raise ValueError(f"out {out.dtype} {out.shape} must be a C-contiguous {dtype} array of shape {codes.shape}")
+    raw, flat = np.ascontiguousarray(codes).view(np.uint8).reshape(-1), out.reshape(-1)
+    for start in range(
+        0, raw.size, _DECODE_CHUNK
+    ):  # a chunk at a time: np.take makes 8-byte indices of all it is given
+        np.take(table, raw[start : start + _DECODE_CHUNK], out=flat[start : start + _DECODE_CHUNK], mode="clip")
+    return out

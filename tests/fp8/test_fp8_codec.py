@@ -158,6 +158,11 @@ def test_shapes_strides_and_read_only_input():
         assert got.shape == view.shape
         np.testing.assert_array_equal(got.view(np.uint8), np.asarray(view.astype(E4M3.dtype)).view(np.uint8))
     np.testing.assert_array_equal(decode(expected.transpose(2, 0, 1)), expected.astype(np.float64).transpose(2, 0, 1))
+    out = np.empty((2, 3, 4))
+    assert decode(expected, out=out) is out
+    np.testing.assert_array_equal(out, expected.astype(np.float64))
+    many = np.arange(200_001, dtype=np.uint32).astype(np.uint8).view(E4M3.dtype)
+    np.testing.assert_array_equal(decode(many), many.astype(np.float64))
     assert encode(np.zeros((0, 3)), E4M3).shape == (0, 3)
     assert decode(np.zeros((2, 0), E4M3.dtype), np.float32).shape == (2, 0)
 
@@ -173,4 +178,8 @@ def test_clear_errors():
         decode(np.zeros(2, E4M3.dtype), np.int32)
     with pytest.raises(ValueError, match="8 bits"):
         Format("odd", np.dtype(np.uint8), 4, 4, 7, nan_codes=())
+    with pytest.raises(ValueError, match="out float32"):
+        decode(np.zeros(2, E4M3.dtype), np.float64, out=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="C-contiguous"):
+        decode(np.zeros((2, 2), E4M3.dtype), np.float64, out=np.zeros((2, 2), order="F"))
     assert format_of(ml_dtypes.float8_e4m3fn) is E4M3

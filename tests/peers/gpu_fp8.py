@@ -173,9 +173,8 @@ def cast_holds(torch, device) -> bool:
     shares = {rule: (encode(x, E4M3, rule).view(np.uint8) == actual)[number].mean() for rule in ("saturate", "nan")}
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     expected = "saturate" if version >= (2, 12) else "nan"
-    print(
-        f"cast float32 -> E4M3: {', '.join(f'{rule} {share:.4%}' for rule, share in shares.items())}; {expected} expected"
-    )
+    found = ", ".join(f"{rule} {share:.4%}" for rule, share in shares.items())
+    print(f"cast float32 -> E4M3: {found}; {expected} expected")
     return shares[expected] == 1.0
 
 
