@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from parallel.serving.handoff import CachePages, HandOver, Metadata
-from parallel.serving.requests import Engine, Request, Status
+from parallel.serving.requests import Attempt, Engine, Request, Status
 from parallel.serving.scheduler import Scheduler, SchedulerConfig
 
 
@@ -26,8 +26,8 @@ class HandOverEngine(Engine, Protocol):
     def hand_out(self, request: int) -> tuple[np.ndarray | None, bytes]:
         """(hidden state that the next draft starts from, sampling state) of a request that has its first token."""
 
-    def hand_in(self, request: int, metadata: Metadata) -> None:
-        """Begin to decode a request whose rows have arrived."""
+    def hand_in(self, request: int, rank: int, pages: list[int], metadata: Metadata) -> None:
+        """Begin to decode a request whose rows have arrived in these pages."""
 
 
 class PrefillSide(Scheduler):
@@ -35,11 +35,11 @@ class PrefillSide(Scheduler):
 
     def __init__(self, engine: HandOverEngine, config: SchedulerConfig, store=None):
         super().__init__(engine, config, store)
-        self.handovers: dict[int, HandOver] = {}
-        self._targets: dict[int, tuple[CachePages, list[int]]] = {}
-        self._leaving: dict[int, tuple[int, list[int]]] = {}
+        self.handovers: dict[Attempt, HandOver] = {}
+        self._targets: dict[Attempt, tuple[CachePages, list[int]]] = {}
+        self._leaving: dict[Attempt, tuple[int, list[int]]] = {}
 
-    def pair(self, attempt: int, tokens: list[int], target: CachePages, target_pages: list[int]) -> Request:
+    def pair(self, attempt: Attempt, tokens: list[int], target: CachePages, target_pages: list[int]) -> Request:
         """Prefill `tokens` for a decode rank that has reserved `target_pages`."""
         self._targets[attempt] = (target, target_pages)
         return self.submit(attempt, tokens, 1)
@@ -59,8 +59,9 @@ class PrefillSide(Scheduler):
 
     def _take_in(self, request: Request, chunk, new: list[int]) -> None:
         super()._take_in(request, chunk, new)
+        handover = self.handovers[request.id]
         if request.status is Status.RUNNING:
-            self.handovers[request.id].send(request.cached)
+            handover.send(max(handover.sent, request.cached - self.engine.lookahead))
 
     def _end(self, request: Request, status: Status) -> None:
         handover = self.handovers.get(request.id)
@@ -109,7 +110,7 @@ class DecodeSide(Scheduler):
         if request.done:
             self._end(request, Status.FINISHED)
         else:
-            self.engine.hand_in(request.id, metadata)
+            self.engine.hand_in(request.id, request.rank, request.pages, metadata)
 
     def drop(self, request: Request) -> None:
         """A reserved request will not come: free its pages. No write may be under way to them."""
@@ -146,9 +147,8 @@ class PrefillDecode:
             raise ValueError(
                 f"the prefill side drafts {self.prefill.config.draft_tokens} tokens: only decoding speculates"
             )
-        self.attempts: dict[int, Request] = {}  # attempt of the prefill side -> request
+        self.attempts: dict[Attempt, Request] = {}
         self.bytes_sent: dict[int, dict[str, int]] = {}  # request -> bytes over all its hand-overs
-        self._next_attempt = 0
 
     def submit(self, request_id: int, prompt, max_new_tokens: int, stop=()) -> Request:
         """A new request. Raises ValueError if it could not fit a rank of either side."""
@@ -168,7 +168,7 @@ class PrefillDecode:
             self.decode.abort(request_id)
             return
         request.status = Status.ABORTED
-        attempt = next(number for number, other in self.attempts.items() if other is request)
+        attempt = Attempt(request.id, request.preemptions)
         self.prefill.abort(attempt)
         if attempt in self.prefill.handovers:
             self.prefill.handovers[attempt].abort_destination()
@@ -196,10 +196,9 @@ class PrefillDecode:
 
     def _pair(self) -> None:
         while (request := self.decode.reserve()) is not None:
-            self._next_attempt += 1
-            self.attempts[self._next_attempt] = request
-            target = self.decode.engine.cache(request.rank)
-            self.prefill.pair(self._next_attempt, request.tokens, target, request.pages)
+            attempt = Attempt(request.id, request.preemptions)
+            self.attempts[attempt] = request
+            self.prefill.pair(attempt, request.tokens, self.decode.engine.cache(request.rank), request.pages)
 
     def _arrive(self) -> None:
         """Start what is complete, and free the reserved pages of what was aborted once nothing can reach them."""
@@ -221,7 +220,7 @@ class PrefillDecode:
                 request.stored_blocks = source.stored_blocks
                 self.decode.start(request, metadata)
 
-    def _close(self, attempt: int, request: Request) -> None:
+    def _close(self, attempt: Attempt, request: Request) -> None:
         self.prefill.reap()
         handover = self.prefill.handovers.pop(attempt, None)
         if handover is not None:

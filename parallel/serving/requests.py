@@ -5,6 +5,13 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 
+class Attempt(NamedTuple):
+    """The name of one prefill of a request, where prefill is apart: it is done again if its decode pages are lost."""
+
+    request: int
+    number: int
+
+
 class Status(Enum):
     """WAITING for a rank, RUNNING on one, FINISHED with all tokens, or ABORTED.
 
@@ -25,7 +32,7 @@ class Request:
     hit_tokens: prompt tokens found in the prefix store when the request was first admitted, never counted again.
     """
 
-    id: int
+    id: int | Attempt
     prompt: list[int]
     max_new_tokens: int
     stop: frozenset[int] = frozenset()
@@ -79,7 +86,7 @@ class Chunk(NamedTuple):
     drafts stay in the cache behind those of `tokens`; rejected ones lie behind and are overwritten.
     """
 
-    request: int
+    request: int | Attempt
     tokens: list[int]
     start: int
     pages: list[int]
@@ -92,6 +99,7 @@ class Engine(Protocol):
     num_ranks: int
     num_pages: int
     page_size: int
+    lookahead: int  # by how many rows some layer lags behind the others in a prompt that is still being read
 
     def step(self, batch: list[list[Chunk]]) -> list[list[list[int]]]:
         """New tokens of each chunk of each rank, none for a chunk that is not final. Ranks may have no chunks."""

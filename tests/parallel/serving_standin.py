@@ -42,7 +42,7 @@ class StandIn:
         self.drafting: set[int] = set()
         self.hidden: dict[int, int] = {}
         self.proposed = self.accepted = self.rows = 0
-        self.widest = 0
+        self.widest = self.lookahead = 0
         self.arrived: dict[int, int] = {}
 
     def step(self, batch):
@@ -98,7 +98,7 @@ class StandIn:
     def hand_out(self, request):
         return np.array([self.hidden[request]]), b"sampling"
 
-    def hand_in(self, request, metadata):
+    def hand_in(self, request, rank, pages, metadata):
         assert metadata.sampling == b"sampling"
         self.drafting.add(request)
         self.arrived[request] = int(metadata.hidden[0])
