@@ -1,6 +1,7 @@
 """A model on emulated ranks: data-parallel attention, experts spread over all ranks, every byte through one network."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,19 +12,20 @@ from parallel.network import Network
 from parallel.placed_exchange import PlacedExchange
 from parallel.placement import Placement
 from parallel.reference import ReferenceModel, choose_by_row, rounding_tree
-from parallel.schedule import BUILDERS, LayerPlan, Op, execute, program_order
+from parallel.schedule import BUILDERS, LayerPlan, Op, program_order, walk
 from parallel.schedule.split import split_decode, split_prefill
 from parallel.topology import Topology
 from refmodel.cache import LatentCache
-from refmodel.generate import Generated, Item, Step, generate
-from refmodel.layer import State, run_stage
-from refmodel.model import Model, main_program, make_batch, mtp_program, split_steps
+from refmodel.generate import Generated, Item, Step, Work, generate
+from refmodel.layer import State
+from refmodel.model import Model, finish, main_program, make_batch, mtp_program
+from refmodel.program import Operation, Pass
 from refmodel.trace import Scope
 
 _RECEIVING = ("dispatch_forward", "dispatch_recv", "combine_forward", "combine_recv")
 
 
-class _Work(NamedTuple):
+class _Part(NamedTuple):
     """One micro-batch of one rank."""
 
     rows: np.ndarray  # global row of each of its token rows
@@ -73,12 +75,21 @@ class Deployment:
         if placement is None:
             self._placements = default_placement(self.config.n_routed_experts, redundant_experts, topology)
         self._order, self._split, self._dispatch_options = order, split, dispatch_options
-        self._network = _make_network(topology, transport)
+        self._reset()
         #: ranks that this process computes: all of them, unless they are spread by MPI
         self.local_ranks = tuple(getattr(self._network, "local_ranks", range(topology.num_ranks)))
-        self._pools = [model.new_pool() for _ in range(topology.num_ranks)]
+
+    def _reset(self):
+        self._network = _make_network(self.topology, self.transport)
+        self._pools = [self.model.new_pool() for _ in range(self.topology.num_ranks)]
         self._rank_of: dict[int, int] = {}
         self._step = 0
+
+    def fresh(self) -> "Deployment":
+        """The same deployment as if nothing had run on it: other caches, an empty ledger."""
+        other = copy.copy(self)
+        other._reset()
+        return other
 
     def placement(self, layer: int) -> Placement:
         """Which slot holds which expert in one layer."""
@@ -139,57 +150,52 @@ class Deployment:
 
     def step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the main model over the tokens of several requests, on their ranks."""
-        config = self.config
-        plan = LayerPlan.of(config.num_hidden_layers, config.first_k_dense_replace)
-        results = self._pass(items, phase, prefix, plan, main_program(config), 0)
-        for item in items:
-            item.cache.length = item.slot + len(item.token_ids)
-        return results
+        return self.begin(Work(items, phase, prefix)).run()
 
     def mtp_step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the MTP layer over (hidden, token) pairs of several requests, on their ranks."""
-        layer = self.config.num_hidden_layers
-        shift = self.model.numerics.switches.mtp_position_shift
-        return self._pass(items, phase, prefix, LayerPlan.mtp(layer), mtp_program(self.config), shift)
+        return self.begin(Work(items, phase, prefix, mtp=True)).run()
 
-    def _pass(self, items, phase, prefix, plan, program, shift):
+    def begin(self, work: Work) -> Pass:
+        """A pass of which nothing has run yet."""
         self._step += 1
-        work = self._distribute(items, phase, prefix, shift, plan.embed == "mtp_embed")
+        depth, dense = self.config.num_hidden_layers, self.config.first_k_dense_replace
+        plan = LayerPlan.mtp(depth) if work.mtp else LayerPlan.of(depth, dense)
+        parts = self._distribute(work)
+        return Pass(work, self._operations(work, plan, parts), lambda: self._collect(work, parts))
+
+    def _operations(self, work, plan, parts) -> Iterator[Operation]:
+        program = mtp_program(self.config) if work.mtp else main_program(self.config)
         stages = {(layer, stage.name): stage for stage, layer in program}
         build = BUILDERS[self.schedule]
         schedules = [build(plan, rank) for rank in range(self.topology.num_ranks)]
-
-        def run(op: Op):
-            part = work[op.rank, op.micro_batch]
+        order = self._order
+        if self.transport == "mpi":  # one program order for all processes, so that each exchange is one collective
+            schedules = [[op for op in program_order(schedules) if op.rank in self.local_ranks]]
+            order = "rank"
+        missing = lambda op: self._missing(parts[op.rank, op.micro_batch], plan, op)  # noqa: E731
+        for op in walk(schedules, lambda op: not missing(op), lambda op: "; ".join(missing(op)), order):
+            part = parts[op.rank, op.micro_batch]
             layer = op.layer if (op.layer, op.stage) in stages else None  # embed and final of the main model
-            run_stage(part.state, stages[layer, op.stage], layer)
+            yield Operation(stages[layer, op.stage], layer, part.state, op.rank, op.micro_batch)
             part.done.add((op.layer, op.stage))
 
-        ready = lambda op: not self._missing(work[op.rank, op.micro_batch], plan, op)  # noqa: E731
-        waits_for = lambda op: "; ".join(self._missing(work[op.rank, op.micro_batch], plan, op))  # noqa: E731
-        if self.transport == "mpi":  # one program order for all processes, so that each exchange is one collective
-            ours = [op for op in program_order(schedules) if op.rank in self.local_ranks]
-            execute([ours], run, ready, waits_for)
-        else:
-            execute(schedules, run, ready, waits_for, self._order)
-        return self._collect(items, work)
-
-    def _collect(self, items, work) -> list[Step]:
+    def _collect(self, work, parts) -> list[Step]:
         """Rows of all micro-batches, of all processes, back in the order of the items."""
-        parts = [
+        found = [
             (part.rows, part.state.values["logits"], part.state.values["mtp_hidden"])
-            for part in work.values()
+            for part in parts.values()
             if len(part.rows)
         ]
         if self.transport == "mpi":
-            parts = [part for of_process in self._network.comm.allgather(parts) for part in of_process]
-        if not parts:
-            return split_steps(items, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
-        rows, logits, hidden = (np.concatenate(arrays) for arrays in zip(*parts))
+            found = [part for of_process in self._network.comm.allgather(found) for part in of_process]
+        if not found:
+            return finish(work, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
+        rows, logits, hidden = (np.concatenate(arrays) for arrays in zip(*found))
         order = np.argsort(rows)
-        return split_steps(items, {"logits": logits[order], "mtp_hidden": hidden[order]})
+        return finish(work, {"logits": logits[order], "mtp_hidden": hidden[order]})
 
-    def _missing(self, part: _Work, plan: LayerPlan, op: Op) -> list[str]:
+    def _missing(self, part: _Part, plan: LayerPlan, op: Op) -> list[str]:
         """What an operation still waits for, in words; empty when it may run."""
         missing = [f"its own {stage} of layer {layer}" for layer, stage in plan.reads(op.layer, op.stage)
                    if (layer, stage) not in part.done]  # fmt: skip
@@ -207,25 +213,27 @@ class Deployment:
                     missing.append(f"keys {written} to {keys - 1} of layer {op.layer}, not yet in the cache")
         return missing
 
-    def _distribute(self, items, phase, prefix, shift, mtp) -> dict[tuple[int, int], _Work]:
+    def _distribute(self, work: Work) -> dict[tuple[int, int], _Part]:
         """The micro-batches of every rank, empty ones included."""
+        items, phase = work.items, work.phase
+        shift = self.model.numerics.switches.mtp_position_shift if work.mtp else 0
         starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
         per_rank: list[list] = [[] for _ in range(self.topology.num_ranks)]
         for item, start in zip(items, starts):
             per_rank[self.rank_of(item.request)].append((item, int(start)))
         routed: dict = {}  # (layer, micro-batch) -> rank -> what it sent
-        work = {}
+        made = {}
         for rank in self.local_ranks:
             mine = per_rank[rank]
             for micro_batch, parts in enumerate(self._micro_batches(mine, phase)):
                 batch = make_batch([item for item, _ in parts], phase, shift)
-                values = {"mtp_input": self._hidden(parts)} if mtp else {}
+                values = {"mtp_input": self._hidden(parts)} if work.mtp else {}
                 rows = [np.arange(start, start + len(item.token_ids)) for item, start in parts]
                 rows = np.concatenate([*rows, np.zeros(0)]).astype(np.int64)
                 exchange = partial(self._exchange, rank, micro_batch, self._step, rows, routed)
-                state = State(self.model.weights, batch, exchange, Scope(prefix, rows), values)
-                work[rank, micro_batch] = _Work(rows, state, set())
-        return work
+                state = State(self.model.weights, batch, exchange, Scope(work.prefix, rows), values)
+                made[rank, micro_batch] = _Part(rows, state, set())
+        return made
 
     def _micro_batches(self, mine, phase):
         if self.schedule == "sequential":

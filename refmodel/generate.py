@@ -5,6 +5,7 @@ is decided here, once for both. Each request has its own random generator, seede
 on ranks and the company of other requests change nothing.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,15 @@ class Item(NamedTuple):
     cache: LatentCache
     slot: int
     hidden: np.ndarray | None = None  # [t, D], MTP steps only
+
+
+class Work(NamedTuple):
+    """One pass that an engine is asked for: through the main model, or through the MTP layer."""
+
+    items: list[Item]
+    phase: str
+    prefix: str = ""  # of the names of its tensors
+    mtp: bool = False
 
 
 class Step(NamedTuple):
@@ -113,7 +123,22 @@ class _Request:
     left: int = 0
 
 
-def generate(
+def generate(engine, prompts, max_new_tokens: int, **settings) -> Generated:
+    """Generate up to `max_new_tokens` per prompt (arrays of token ids), all requests in one batch.
+
+    `settings`, their meaning and the errors are those of `passes`.
+    """
+    walk, steps = passes(engine, prompts, max_new_tokens, **settings), None
+    while True:
+        try:
+            work = walk.send(steps)
+        except StopIteration as end:
+            return end.value
+        compute = engine.mtp_step if work.mtp else engine.step
+        steps = compute(work.items, work.phase, work.prefix)
+
+
+def passes(
     engine,
     prompts,
     max_new_tokens: int,
@@ -124,8 +149,8 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_token_ids=(),
-) -> Generated:
-    """Generate up to `max_new_tokens` per prompt (arrays of token ids), all requests in one batch.
+) -> Generator[Work, list[Step], Generated]:
+    """Generation as a walk: yields the passes that it needs, is sent their steps, and returns what it generated.
 
     Greedy at temperature 0; then speculative and plain decoding give the same tokens. With `num_drafts` > 1 the one MTP
     layer runs again on its own output. Raises ValueError for empty prompts, settings out of range, or drafts wanted
@@ -133,7 +158,7 @@ def generate(
     """
     _check(engine, prompts, max_new_tokens, speculative, num_drafts, temperature, top_p)
     loop = _Loop(engine, num_drafts if speculative else 0, temperature, top_p, frozenset(stop_token_ids))
-    return loop.run(prompts, max_new_tokens, seed)
+    return (yield from loop.run(prompts, max_new_tokens, seed))
 
 
 def _check(engine, prompts, max_new_tokens, speculative, num_drafts, temperature, top_p):
@@ -162,26 +187,27 @@ class _Loop:
             rng = np.random.default_rng([seed, index])
             cache = self.engine.new_cache(index)
             requests.append(_Request(index, np.asarray(prompt, np.int64), cache, rng, left=max_new_tokens))
-        self._prefill(requests)
+        yield from self._prefill(requests)
         number = 0
         while active := [request for request in requests if request.left > 0]:
             number += 1
-            self._decode(active, f"step.{number}.")
+            yield from self._decode(active, f"step.{number}.")
         tokens = [request.tokens for request in requests]
         return Generated(tokens, [r.cache for r in requests], self.drafted, self.accepted, self.steps)
 
     def _prefill(self, requests):
         items = [Item(r.index, r.prompt, r.cache, 0) for r in requests]
-        results = self.engine.step(items, "prefill", "")
+        results = yield Work(items, "prefill")
         for request, result in zip(requests, results):
             self._take(request, [draw(self.distribution(result.logits[-1]), request.rng)])
         shifted = [np.append(r.prompt[1:], r.tokens[-1]) for r in requests]
-        self._draft(requests, shifted, [result.hidden for result in results], [0] * len(requests), "prefill", "")
+        hidden = [result.hidden for result in results]
+        yield from self._draft(requests, shifted, hidden, [0] * len(requests), "prefill", "")
 
     def _decode(self, active, prefix):
         """Verify each request's drafts behind its last token; take what is accepted and one token more."""
         items = [Item(r.index, np.array([r.tokens[-1], *r.drafts], np.int64), r.cache, r.cache.length) for r in active]
-        results = self.engine.step(items, "decode", prefix)
+        results = yield Work(items, "decode", prefix)
         shifted, hidden, slots = [], [], []
         for request, item, result in zip(active, items, results):
             verdict = accept(request.drafts, request.draft_probs, self.distribution(result.logits), request.rng)
@@ -193,7 +219,7 @@ class _Loop:
             shifted.append(np.array(request.tokens[-taken:], np.int64))
             hidden.append(result.hidden[:taken])
             slots.append(item.slot)
-        self._draft(active, shifted, hidden, slots, "decode", prefix)
+        yield from self._draft(active, shifted, hidden, slots, "decode", prefix)
 
     def _take(self, request, tokens):
         """Append tokens until the budget or a stop token ends the request; how many were taken."""
@@ -218,7 +244,7 @@ class _Loop:
             if not work:
                 return
             name = prefix if draft == 0 else f"{prefix}draft.{draft}."
-            results = self.engine.mtp_step([item for _, item in work], phase, name)
+            results = yield Work([item for _, item in work], phase, name, mtp=True)
             phase, following = "decode", []
             for (request, item), result in zip(work, results):
                 p = self.distribution(result.logits[-1])

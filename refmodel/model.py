@@ -5,10 +5,11 @@ import numpy as np
 from refmodel.cache import LatentCache, PagePool
 from refmodel.checkpoint import Checkpoint
 from refmodel.experts import LocalExchange
-from refmodel.generate import Generated, Item, Step, generate
-from refmodel.layer import EMBED, FINAL, Batch, Segment, Stage, State, run_stage, stages_of
+from refmodel.generate import Generated, Item, Step, Work, generate
+from refmodel.layer import EMBED, FINAL, Batch, Segment, Stage, State, stages_of
 from refmodel.mtp import MTP_EMBED
 from refmodel.numerics import Numerics, Switches
+from refmodel.program import Operation, Pass
 from refmodel.random_weights import RandomTensors
 from refmodel.trace import Scope
 from refmodel.weights import Weights
@@ -112,22 +113,21 @@ class Model:
 
     def step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the main model over the tokens of several requests; their caches grow."""
-        state = self._run(main_program(self.config), items, make_batch(items, phase), prefix, {})
-        for item in items:
-            item.cache.length = item.slot + len(item.token_ids)
-        return split_steps(items, state.values)
+        return self.begin(Work(items, phase, prefix)).run()
 
     def mtp_step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the MTP layer over (hidden, token) pairs of several requests."""
-        values = {"mtp_input": np.concatenate([item.hidden for item in items])}
-        batch = make_batch(items, phase, self.numerics.switches.mtp_position_shift)
-        return split_steps(items, self._run(mtp_program(self.config), items, batch, prefix, values).values)
+        return self.begin(Work(items, phase, prefix, mtp=True)).run()
 
-    def _run(self, program, items, batch, prefix, values):
-        state = State(self.weights, batch, lambda layer: self._exchange(items, layer), Scope(prefix), values)
-        for stage, layer in program:
-            run_stage(state, stage, layer)
-        return state
+    def begin(self, work: Work) -> Pass:
+        """A pass of which nothing has run yet."""
+        items, mtp = work.items, work.mtp
+        program = mtp_program(self.config) if mtp else main_program(self.config)
+        values = {"mtp_input": np.concatenate([item.hidden for item in items])} if mtp else {}
+        batch = make_batch(items, work.phase, self.numerics.switches.mtp_position_shift if mtp else 0)
+        state = State(self.weights, batch, lambda layer: self._exchange(items, layer), Scope(work.prefix), values)
+        operations = (Operation(stage, layer, state) for stage, layer in program)
+        return Pass(work, operations, lambda: finish(work, state.values))
 
     def _exchange(self, items, layer):
         """How rows reach their experts: here they stay where they are."""
@@ -145,6 +145,14 @@ class Model:
                 f"token id {int(ids[where])} at position {where} is outside the vocabulary of {self.config.vocab_size}"
             )
         return ids.astype(np.int64)
+
+
+def finish(work: Work, values: dict) -> list[Step]:
+    """The rows of each item of a pass that is over; after one of the main model, the caches have its tokens."""
+    if not work.mtp:
+        for item in work.items:
+            item.cache.length = item.slot + len(item.token_ids)
+    return split_steps(work.items, values)
 
 
 def split_steps(items: list[Item], values: dict) -> list[Step]:

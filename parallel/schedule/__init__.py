@@ -3,7 +3,7 @@
 from parallel.schedule import decode_overlap, prefill_overlap, sequential
 from parallel.schedule.check import RULES, ScheduleError, check
 from parallel.schedule.decode_overlap import build_vllm
-from parallel.schedule.executor import DeadlockError, execute, program_order
+from parallel.schedule.executor import DeadlockError, execute, program_order, walk
 from parallel.schedule.ops import LayerPlan, Op
 
 BUILDERS = {
@@ -23,4 +23,5 @@ __all__ = [
     "check",
     "execute",
     "program_order",
+    "walk",
 ]

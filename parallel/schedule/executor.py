@@ -1,7 +1,7 @@
 """Runs schedules on emulated ranks, one operation at a time: no threads, so that a plain debugger steps through it."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from parallel.schedule.ops import EXCHANGE_STAGES, Op
 
@@ -24,18 +24,34 @@ def execute(
 ) -> None:
     """Run every operation of every rank, each rank in its own program order.
 
-    run(op) does an operation; ready(op) says whether it could run now; waits_for(op) says what is missing.
+    run(op) does an operation; the other arguments, and what is raised, as in `walk`.
+    """
+    for op in walk(schedules, ready, waits_for, order):
+        run(op)
+
+
+def walk(
+    schedules: Sequence[Sequence[Op]],
+    ready: Callable[[Op], bool],
+    waits_for: Callable[[Op], str],
+    order: str | int | Callable[[list[int]], int] = "rank",
+) -> Iterator[Op]:
+    """Every operation of every rank, one after the other; the caller does each before it asks for the next.
+
+    ready(op) says whether an operation could run now; waits_for(op) says what is missing.
     order: `rank` lets a rank run as far as it can before the next one is tried, so that at most one rank holds what it
         has received; an int shuffles the picks by that seed, one operation at a time; a callable picks one rank from
         the list of ranks that can move.
     Raises DeadlockError when operations remain and none is ready, ValueError for an unknown order.
     """
-    if order == "rank":
-        _run_rank_by_rank(schedules, run, ready, waits_for)
-        return
     if isinstance(order, str):
-        raise ValueError(f"order = {order!r}: it is 'rank', a seed, or a callable that picks a rank")
-    choose = order if callable(order) else random.Random(order).choice
+        if order != "rank":
+            raise ValueError(f"order = {order!r}: it is 'rank', a seed, or a callable that picks a rank")
+        return _walk_rank_by_rank(schedules, ready, waits_for)
+    return _walk_by_choice(schedules, ready, waits_for, order if callable(order) else random.Random(order).choice)
+
+
+def _walk_by_choice(schedules, ready, waits_for, choose):
     position = [0] * len(schedules)
     while True:
         left = [rank for rank, ops in enumerate(schedules) if position[rank] < len(ops)]
@@ -44,18 +60,18 @@ def execute(
             _finish(schedules, position, waits_for)
             return
         rank = choose(movable)
-        run(schedules[rank][position[rank]])
+        yield schedules[rank][position[rank]]
         position[rank] += 1
 
 
-def _run_rank_by_rank(schedules, run, ready, waits_for):
+def _walk_rank_by_rank(schedules, ready, waits_for):
     position = [0] * len(schedules)
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(schedules):
             while position[rank] < len(ops) and ready(ops[position[rank]]):
-                run(ops[position[rank]])
+                yield ops[position[rank]]
                 position[rank] += 1
                 moved = True
     _finish(schedules, position, waits_for)

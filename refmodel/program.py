@@ -1,0 +1,44 @@
+"""A pass through a model as a walk over operations: who walks it, decides when to stop.
+
+`Model` and `Deployment` run a pass to its end; the stepper stops between operations. Both run the same walk.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from refmodel.generate import Step, Work
+from refmodel.layer import Stage, State, run_stage
+
+
+class Operation(NamedTuple):
+    """One stage of one layer (None for embed and the main model's final), for the rows of one micro-batch.
+
+    `rank` and `micro_batch` are labels that an engine with several programs sets.
+    """
+
+    stage: Stage
+    layer: int | None
+    state: State
+    rank: int = 0
+    micro_batch: int = 0
+
+    def run(self):
+        """Do it."""
+        run_stage(self.state, self.stage, self.layer)
+
+
+class Pass(NamedTuple):
+    """One pass over the tokens of some requests.
+
+    Run each operation before asking for the next one, which may depend on it; then `finish`.
+    """
+
+    work: Work
+    operations: Iterator[Operation]
+    finish: Callable[[], list[Step]]
+
+    def run(self) -> list[Step]:
+        """Walk to the end: what the engine returns for each item."""
+        for operation in self.operations:
+            operation.run()
+        return self.finish()
