@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from refmodel.config import ModelConfig
 from refmodel.config_json import Inferred, flatten
-from refmodel.names import layer_of
 from refmodel.schema import MTP_PARTS, MTP_SHARED_PARTS
 from refmodel.shards import Stored
 
@@ -13,7 +12,7 @@ from refmodel.shards import Stored
 def infer(raw: Mapping, tensors: Mapping[str, Stored]) -> dict[str, Inferred]:
     """What the tensors say about fields that a config may lack, by field name."""
     raw = flatten(raw)
-    layers = sorted({layer for layer in map(layer_of, tensors) if layer is not None})
+    layers = sorted({stored.layer for stored in tensors.values()} - {None})
     found: dict[str, Inferred] = {}
     query = tensors.get("model.layers.0.self_attn.q_a_proj.weight")
     if query is not None and query.shape:
@@ -52,7 +51,7 @@ def settle_mtp(config: ModelConfig, tensors: Mapping[str, Stored], notices: list
     (sgl-project/sglang#3075).
     """
     first = config.num_hidden_layers
-    beyond = sorted({layer for layer in map(layer_of, tensors) if layer is not None and layer >= first})
+    beyond = sorted(layer for layer in {stored.layer for stored in tensors.values()} - {None} if layer >= first)
     drafting = []
     for layer in beyond:
         parts = [part for part in MTP_PARTS if f"model.layers.{layer}.{part}" in tensors]

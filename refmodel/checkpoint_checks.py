@@ -101,7 +101,7 @@ def check_unused(
     for name, stored in tensors.items():
         if name in needed or name in aliases or name.endswith(ROTARY_TABLE):
             continue
-        layer = layer_of(name)
+        layer = stored.layer
         if layer is not None and layer >= config.num_layers:
             continue  # reported as a layer
         if name.endswith(OTHER_SCALES):

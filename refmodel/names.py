@@ -33,6 +33,10 @@ def canonical_name(stored: str) -> str:
     Scales become `...weight_scale_inv`. Sources: transformers DeepSeek-V3, vLLM and SGLang weight loaders,
     deepseek-ai/DeepSeek-V3 inference/convert.py.
     """
+    if stored.startswith("model.layers.") and stored.endswith((".weight", f".{SCALE}")):
+        block = stored[stored.find(".", len("model.layers.")) + 1 :]
+        if block.startswith(("self_attn.", "mlp.")):
+            return stored  # as almost every tensor is called: the rest of this function would change nothing
     name = stored
     for prefix in PREFIXES:
         if name.startswith(prefix):

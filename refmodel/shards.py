@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from refmodel.names import canonical_name
+from refmodel.names import canonical_name, layer_of
 from refmodel.tensor_file import TensorFile
 from refmodel.tensor_header import DTYPES, shorten
 
@@ -15,12 +15,14 @@ INDEX = "model.safetensors.index.json"
 
 
 class Stored(NamedTuple):
-    """Where a tensor is: its file, its name there, dtype (safetensors name) and shape, and which part of it."""
+    """Where a tensor is: its file, its name there, dtype (safetensors name) and shape, the layer that it belongs to
+    (None outside the layers), and which part of what the file holds it is."""
 
     file: TensorFile
     name: str
     dtype: str
     shape: tuple[int, ...]
+    layer: int | None
     part: tuple = ()
 
     @property
@@ -95,8 +97,8 @@ def _collect(files: dict[str, TensorFile], weight_map: dict[str, str] | None) ->
         for name in file:
             if weight_map is not None and weight_map.get(name, shard) != shard:
                 continue  # a stale copy: the index names another shard
-            stored = Stored(file, name, *file.info(name))
-            for canonical, entry in _unfuse(canonical_name(name), stored):
+            full = canonical_name(name)
+            for canonical, entry in _unfuse(full, Stored(file, name, *file.info(name), layer_of(full))):
                 if canonical in tensors:
                     other = tensors[canonical]
                     raise ValueError(
@@ -112,10 +114,10 @@ def _unfuse(canonical: str, stored: Stored):
 
     `mlp.experts.gate_up_proj` [E, 2 * I, D], gate first, and `mlp.experts.down_proj` [E, D, I].
     """
-    stem, _, last = canonical.rpartition(".")
-    if not stem.endswith(".mlp.experts") or last not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
+    if len(stored.shape) != 3 or not canonical.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
         yield canonical, stored
         return
+    stem, _, last = canonical.rpartition(".")
     experts, rows, columns = stored.shape
     for expert in range(experts):
         if last == "down_proj":

@@ -122,33 +122,38 @@ def _check_metadata(path: Path, metadata) -> dict[str, str]:
     return metadata
 
 
-def _is_count(value) -> bool:
-    return type(value) is int and 0 <= value < MAX_BYTES
-
-
 def _check_entry(path: Path, name: str, entry) -> TensorInfo:
-    def refuse(rule):
-        raise ValueError(f"{path}: tensor {shorten(name)}: {rule}")
+    fault = _fault(name, entry)
+    if fault:
+        raise ValueError(f"{path}: tensor {shorten(name)}: {fault}")
+    return TensorInfo(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
 
-    if not _encodable(name):
-        refuse("the name is not valid Unicode")
+
+def _fault(name: str, entry) -> str:
+    """The rule that an entry breaks by itself; empty if none."""
+    if not name.isascii() and not _encodable(name):
+        return "the name is not valid Unicode"
     if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
-        refuse(f"an entry has exactly the keys dtype, shape and data_offsets, got {shorten(entry)}")
+        return f"an entry has exactly the keys dtype, shape and data_offsets, got {shorten(entry)}"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        refuse(f"unknown dtype {shorten(dtype)}; known: {' '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, shape)):
-        refuse(f"shape must be a list of at most {MAX_DIMENSIONS} sizes >= 0, got {shorten(shape)}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        refuse(f"data_offsets must be two byte positions >= 0, got {shorten(offsets)}")
-    begin, end = offsets
+        return f"unknown dtype {shorten(dtype)}; known: {' '.join(DTYPES)}"
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not _are_counts(shape):
+        return f"shape must be a list of at most {MAX_DIMENSIONS} sizes >= 0, got {shorten(shape)}"
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
+        return f"data_offsets must be two byte positions >= 0, got {shorten(offsets)}"
     itemsize = DTYPES[dtype].itemsize
-    if math.prod(size for size in shape if size) * itemsize >= MAX_BYTES:
-        refuse(f"shape {shorten(shape)} of {dtype} cannot be addressed")
     need = math.prod(shape) * itemsize
+    if need >= MAX_BYTES or (need == 0 and math.prod(size for size in shape if size) * itemsize >= MAX_BYTES):
+        return f"shape {shorten(shape)} of {dtype} cannot be addressed"
+    begin, end = offsets
     if end - begin != need:
-        refuse(f"data_offsets [{begin}, {end}] hold {end - begin} bytes, shape {shape} of {dtype} needs {need}")
-    return TensorInfo(dtype, tuple(shape), begin, end)
+        return f"data_offsets [{begin}, {end}] hold {end - begin} bytes, shape {shape} of {dtype} needs {need}"
+    return ""
+
+
+def _are_counts(values: list) -> bool:
+    return all(type(value) is int and 0 <= value < MAX_BYTES for value in values)
 
 
 def _encodable(name: str) -> bool:
@@ -161,13 +166,14 @@ def _encodable(name: str) -> bool:
 
 def _check_layout(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
     """The data section is covered exactly once: no hole, no overlap, nothing missing or left at the end."""
-    position, before = 0, "the start of the data"
+    position, last = 0, None
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != position:
+            before = "the start of the data" if last is None else f"tensor {shorten(last)}"
             fault = "overlaps" if info.begin < position else "leaves a hole after"
             where = f"starts at byte {info.begin}, {fault} {before}, which ends at byte {position}"
             raise ValueError(f"{path}: tensor {shorten(name)}: {where}")
-        position, before = info.end, f"tensor {shorten(name)}"
+        position, last = info.end, name
         if position > data_bytes:
             raise ValueError(
                 f"{path}: tensor {shorten(name)}: ends at byte {position} of a data section of {data_bytes}: "
