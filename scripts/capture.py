@@ -1,7 +1,10 @@
-"""Run a real engine on a checkpoint and write its tensors under our names: refmodel capture hf DIR --out hf.safetensors
+"""Run another engine on the same tokens and write its tensors under our names.
 
-The engine runs in an environment of its own (scripts/adapters/make_venv.sh makes one). The file can be compared with
-`refmodel dump` of the same tokens by `refmodel compare`; `refmodel check-engine` does all of it at once.
+The engine runs in an environment of its own, which scripts/adapters/make_venv.sh makes. Tensors are those of the first
+prompt's prefill. The file can be compared with `refmodel dump` of the same tokens by `refmodel compare`;
+`refmodel check-engine` does all of it at once.
+
+Example: refmodel capture vllm --engine-args tensor_parallel_size=2 --out out/vllm.safetensors
 """
 
 import argparse
@@ -34,11 +37,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "directory", nargs="?", metavar="DIR", help="checkpoint directory (default: the packaged example)"
     )
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--tokens", metavar="IDS", help="token ids, separated by commas")
-    prompt.add_argument("--prompt", metavar="TEXT", help="text, taken as UTF-8 bytes; byte-level vocabularies only")
-    prompt.add_argument(
-        "--prompts", metavar="FILE", help="JSON list of texts or of lists of ids; tensors are those of the first"
-    )
+    prompt.add_argument("--tokens", action="append", metavar="IDS", help="token ids like 17,4,256; repeat")
+    prompt.add_argument("--prompt", action="append", metavar="TEXT", help="UTF-8 text, for byte-level models; repeat")
+    prompt.add_argument("--prompts", metavar="FILE", help="JSON list of texts or of lists of ids")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="arithmetic of the engine (float32)")
     parser.add_argument("--mtp", action="store_true", help="capture the MTP layer too; vLLM then drafts with it")
     parser.add_argument("--new-tokens", type=int, default=0, metavar="N", help="greedy tokens after the prompt (0)")
@@ -116,9 +117,9 @@ def with_engine_outputs(captured: Capture) -> Capture:
 def read_prompts(args: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
     """Token ids of each prompt: given, or the same pseudo-random ones every time. ValueError for ids out of range."""
     if args.tokens is not None:
-        prompts = [_split_ids(args.tokens)]
+        prompts = [_split_ids(text) for text in args.tokens]
     elif args.prompt is not None:
-        prompts = [_bytes_of(args.prompt, config)]
+        prompts = [_bytes_of(text, config) for text in args.prompt]
     elif args.prompts is not None:
         prompts = _read_file(Path(args.prompts), config)
     elif args.directory is None:

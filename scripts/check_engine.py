@@ -1,7 +1,9 @@
-"""Run an engine and our model on the same tokens and name the first tensor that diverges: refmodel check-engine hf DIR
+"""Run an engine and our model on the same tokens and name the first tensor that diverges.
 
 Exit code 0: everything agrees; 1: something differs, with the first diverging tensor, the rank, both values and, where
 a known mistake reproduces it, the cause; 2: could not run.
+
+Example: refmodel check-engine hf path/to/checkpoint --python .venv-hf/bin/python --mtp --new-tokens 16
 """
 
 import argparse

@@ -110,7 +110,8 @@ def run_engine(engine: str, request: Request, python: str, timeout: float | None
             except subprocess.TimeoutExpired:
                 raise ValueError(f"{engine}: no answer in {timeout:g} s (--timeout)") from None
         if code:
-            raise ValueError(f"{engine} stopped with status {code}: {_last_words(log, show)}")
+            how = "refuses" if code == 2 else f"stopped with status {code}"
+            raise ValueError(f"{engine} {how}: {_last_words(log, show)}")
         result = Result.load(scratch)
         ranks = _read_ranks(Path(scratch)) if request.tensors else ()
     tensors, notes = join_ranks(ranks, result.joins)
@@ -139,4 +140,5 @@ def _last_words(log: Path, shown: bool) -> str:
     own = [line for line in lines if line.startswith("adapter: ")]
     crash = [line for line in lines if "Segfault" in line or "Segmentation fault" in line]
     errors = [line for line in lines if re.search(r"\b\w*(Error|Exception): \S", line)]  # the first is the cause
+    own = [line.removeprefix("adapter: ") for line in own]
     return (own[-1:] or crash[:1] or errors[:1] or lines[-1:] or ["it said nothing"])[0][:400]

@@ -63,6 +63,6 @@ def main(answer: Callable[[Request], Result]) -> None:
     request = Request(**json.loads(Path(sys.argv[1]).read_text()))
     try:
         answer(request).save(request.out)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"adapter: {type(error).__name__}: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"adapter: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import vllm_hooks  # noqa: E402 - vLLM reads the variables above when it is imported
 from request import Request, Result, main  # noqa: E402
 from vllm import LLM, SamplingParams, __version__  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
 
 def load(request: Request) -> LLM:
@@ -30,6 +31,11 @@ def load(request: Request) -> LLM:
         raise ValueError("enable_prefix_caching and data_parallel_size > 1: a rank then sees only part of a prompt")
     if args.pop("fix_expert_map", False):
         args["worker_extension_cls"] = "vllm_expert_map.Extension"
+    elif args.get("enable_expert_parallel") and current_platform.is_cpu() and __version__.startswith("0.32."):
+        raise ValueError(
+            "enable_expert_parallel=true on a CPU: vLLM 0.32's expert kernel is not given the expert map and reads "
+            "past this rank's experts (segmentation fault); fix_expert_map=true runs it with the map applied"
+        )
     length = max(len(tokens) for tokens in request.tokens) + request.new_tokens + 8
     if request.mtp:
         args.setdefault("speculative_config", {"method": "deepseek_mtp", "num_speculative_tokens": 1})
