@@ -78,9 +78,9 @@ class Model:
         width = config.kv_lora_rank + config.qk_rope_head_dim
         return PagePool(config.num_layers, width, self.numerics.activation, max_pages)
 
-    def new_cache(self, request: int = 0) -> LatentCache:
-        """An empty cache for one request, with pages of its own."""
-        return LatentCache(self.new_pool())
+    def new_cache(self, request: int = 0, pool: PagePool | None = None) -> LatentCache:
+        """An empty cache for one request, in `pool`, or with pages of its own."""
+        return LatentCache(self.new_pool() if pool is None else pool)
 
     def forward(self, token_ids, cache: LatentCache | None = None, phase: str = "prefill") -> np.ndarray:
         """Logits [T, vocab] of the next tokens after each of `token_ids` [T], which follow what `cache` holds.

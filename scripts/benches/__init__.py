@@ -1,0 +1,1 @@
+"""What `refmodel bench` measures, one file per group."""

@@ -1,0 +1,81 @@
+"""Size A, the standard size of the model benchmarks, and batches of it."""
+
+import numpy as np
+
+from refmodel import Model, ModelConfig
+from refmodel.generate import Item
+
+SIZE_A = ModelConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1024,
+    moe_intermediate_size=128,
+    num_hidden_layers=4,
+    first_k_dense_replace=1,
+    num_attention_heads=8,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    q_lora_rank=192,
+    kv_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    torch_dtype="float32",
+)
+
+
+def flop_per_token(config, context: float) -> float:
+    """Multiply-adds times two of one token at a mean context, naive form: what a perfect program must do."""
+    D, H = config.hidden_size, config.num_attention_heads
+    N, P, V, C = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
+    Q = config.q_lora_rank
+    attention = D * Q + Q * H * (N + P) + D * (C + P) + C * H * (N + V) + H * V * D + context * H * (N + P + V)
+    dense = 3 * D * config.intermediate_size
+    experts = (config.num_experts_per_tok + config.n_shared_experts) * 3 * D * config.moe_intermediate_size
+    moe = experts + D * config.n_routed_experts
+    layers = config.num_hidden_layers * attention
+    layers += sum(moe if config.is_moe_layer(layer) else dense for layer in range(config.num_hidden_layers))
+    return 2 * layers
+
+
+def make_model(numerics: str, compute: str) -> Model:
+    """Random weights of size A."""
+    return Model.random(SIZE_A, 0, numerics=numerics, compute=compute)
+
+
+def prefill(model, batch: int, tokens: int = 512):
+    """A function that prefills `batch` prompts of `tokens` with logits of the last token only."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.config.vocab_size, tokens) for _ in range(batch)]
+
+    def run():
+        pool = model.new_pool()
+        items = [Item(i, ids, model.new_cache(i, pool), 0) for i, ids in enumerate(prompts)]
+        model.step(items, "prefill", last_only=True)
+        return items
+
+    return run
+
+
+def decode(model, batch: int, context: int = 512):
+    """A function that decodes one token for each of `batch` requests with `context` cached tokens."""
+    first = prefill(model, 1, context)()[0].cache
+    pool = model.new_pool()
+    caches = []
+    for i in range(batch):
+        cache = model.new_cache(i, pool)
+        for layer in range(model.config.num_layers):
+            cache.write(layer, 0, first.rows(layer))
+        cache.length = context
+        caches.append(cache)
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, (batch, 1))
+
+    def run():
+        model.step([Item(i, ids[i], cache, context) for i, cache in enumerate(caches)], "decode")
+        for cache in caches:
+            cache.truncate(context)
+
+    return run
