@@ -35,6 +35,7 @@ ENGINES = {
     "hf": Engine("hf", "Hugging Face transformers", "hf_adapter.py"),
     "vllm": Engine("vllm", "vLLM", "vllm_adapter.py"),
     "mlx": Engine("mlx", "MLX-LM", "mlx_adapter.py", has_mtp=False),
+    "sglang": Engine("sglang", "SGLang (adapter untested)", "sglang_adapter.py", has_mtp=False),
 }
 
 
@@ -57,9 +58,9 @@ def find_python(engine: str, given: str | None) -> str:
     variable, usual = f"REFMODEL_{engine.upper()}_PYTHON", f".venv-{engine}/bin/python"
     path = given or os.environ.get(variable) or usual
     if not os.access(path, os.X_OK):
+        made = "" if engine == "sglang" else f"make one with scripts/adapters/make_venv.sh {engine} .venv-{engine}, or "
         raise ValueError(
-            f"no Python with {ENGINES[engine].title} at {path}: make one with scripts/adapters/make_venv.sh "
-            f"{engine} .venv-{engine}, or name one with --python or {variable}"
+            f"no Python with {ENGINES[engine].title} at {path}: {made}name one with --python or {variable}"
         )
     return path
 

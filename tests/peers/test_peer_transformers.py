@@ -19,9 +19,7 @@ from refmodel.checkpoint import EXAMPLE  # noqa: E402
 from scripts.engine_copy import plain_copy  # noqa: E402
 
 LENGTH = 97  # tokens of a prompt: more than one block of 64 keys and than YaRN's original 64 positions
-TEXT = (
-    b"class Stack:\n\tdef __init__(self, items):\n\t\tself.items = list(items)\n\n\tdef push(self, item):\n\t\tself."
-)
+TEXT = b"class Stack:\n\tdef __init__(self, items):\n\t\tself.items = list(items)\n\n\tdef push(self, item):\n\t\tself."
 NEW_TOKENS = 64
 CHUNKS = [13, 1, 60, 23]
 
