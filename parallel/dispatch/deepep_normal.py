@@ -69,9 +69,7 @@ def normal_dispatch(
         ids = weights = None
         counts = np.zeros(local, np.int64)
         if topk_idx is not None:
-            ids = localize(arrays["topk_idx"], rank * local if several else 0, local).astype(topk_idx[rank].dtype)
-            weights = np.where(ids >= 0, arrays["topk_weights"], arrays["topk_weights"].dtype.type(0))
-            counts = np.bincount(ids[ids >= 0], minlength=local)
+            ids, weights, counts = _local_routing(arrays, rank * local if several else 0, local, topk_idx[rank].dtype)
         rows = join_like(x[rank], arrays)
         if num_worst_tokens:
             rows, ids, weights = _worst_case(rank, rows, ids, weights, num_worst_tokens, fill)
@@ -99,6 +97,13 @@ def normal_combine(
     network = network or Network(topology)
     combine = combine_internode if topology.num_nodes > 1 else combine_intranode
     return combine(network, x, handles, topk_weights, bias)
+
+
+def _local_routing(arrays, first_expert, local, dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(local ids or -1, weights or 0.0, slots of each local expert) of received rows."""
+    ids = localize(arrays["topk_idx"], first_expert, local).astype(dtype)
+    weights = np.where(ids >= 0, arrays["topk_weights"], arrays["topk_weights"].dtype.type(0))
+    return ids, weights, np.bincount(ids[ids >= 0], minlength=local)
 
 
 def _worst_case(rank, rows, ids, weights, size, fill):

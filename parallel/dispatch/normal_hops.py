@@ -36,45 +36,59 @@ def dispatch_intranode(network: Network, x, in_rank, topk_idx, topk_weights, num
 
 def dispatch_internode(network: Network, x, in_rank, topk_idx, topk_weights, num_experts: int) -> list[dict]:
     """Received arrays per rank; routing, where it travels, keeps global ids."""
+    first, second = Tag("dispatch_send", hop="normal_dispatch"), Tag("dispatch_forward", hop="normal_dispatch")
+    ranks = range(network.topology.num_ranks)
+    for rank in ranks:
+        routing = None if topk_idx is None else (topk_idx[rank], np.asarray(topk_weights[rank]))
+        _send_to_nodes(network, first, rank, x[rank], in_rank[rank], routing, num_experts)
+    for rank in ranks:
+        _pass_on(network, first, second, rank, in_rank, topk_idx is not None, num_experts)
+    return [_by_source(network, second, rank, in_rank) for rank in ranks]
+
+
+def _send_to_nodes(network: Network, tag: Tag, rank: int, x, mask, routing, num_experts: int) -> None:
+    """One row to each node that a token needs, by the rank of the same GPU index."""
+    topology = network.topology
+    arrays, per_node = _first_hop(topology, rank, x, mask)
+    control = None
+    if routing is not None:
+        token = send_order(node_mask(mask, topology))[1]
+        arrays["topk_idx"] = (routing[0][token].astype(np.int32), "routing")
+        arrays["topk_weights"] = (routing[1][token], "routing")
+        control = _node_words(topology, rank, routing[0], mask, num_experts)
+    arrays |= padding_array(int(per_node.sum()), array_row_bytes(arrays), ROW_ALIGNMENT)
+    rails = _rails(topology, rank)
+    others = tuple(other for other in rails if other != rank)
+    splits = _spread(topology, rails, per_node)
+    network.send_rows(rank, arrays, splits, tag, destinations=rails, control=control, control_to=others)
+
+
+def _pass_on(network: Network, first: Tag, second: Tag, rank: int, in_rank, with_routing: bool, num_experts) -> None:
+    """Forward what came in for the node, one row for each rank of it that needs the token."""
+    topology = network.topology
+    received = network.receive(rank, first, _rails(topology, rank)).arrays
+    node, width = int(topology.node(rank)), topology.ranks_per_node
+    masks = []
+    for source in _rails(topology, rank):
+        mine = in_rank[source][:, node * width : (node + 1) * width]
+        masks.append(mine[mine.any(axis=1)])
+    _, row, per_peer = send_order(np.concatenate(masks))
+    arrays = {name: (array[row], _CLASSES.get(name, "payload")) for name, array in received.items()}
+    control = _peer_words(topology, node, masks, received["topk_idx"], num_experts) if with_routing else None
+    peers = _peers(topology, rank)
+    splits = _spread(topology, peers, per_peer)
+    network.send_rows(rank, arrays, splits, second, destinations=peers, control=control)
+
+
+def _by_source(network: Network, tag: Tag, rank: int, in_rank) -> dict:
+    """What a rank received, put in the order of (source rank, token)."""
     topology = network.topology
     nodes, width = topology.num_nodes, topology.ranks_per_node
-    first, second = Tag("dispatch_send", hop="normal_dispatch"), Tag("dispatch_forward", hop="normal_dispatch")
-    for rank, mask in enumerate(in_rank):
-        arrays, per_node = _first_hop(topology, rank, x[rank], mask)
-        control = None
-        if topk_idx is not None:
-            token = send_order(node_mask(mask, topology))[1]
-            arrays["topk_idx"] = (topk_idx[rank][token].astype(np.int32), "routing")
-            arrays["topk_weights"] = (np.asarray(topk_weights[rank])[token], "routing")
-            control = _node_words(topology, rank, topk_idx[rank], mask, num_experts)
-        arrays |= padding_array(int(per_node.sum()), array_row_bytes(arrays), ROW_ALIGNMENT)
-        rails = _rails(topology, rank)
-        others = tuple(other for other in rails if other != rank)
-        splits = _spread(topology, rails, per_node)
-        network.send_rows(rank, arrays, splits, first, destinations=rails, control=control, control_to=others)
-    for rank in range(topology.num_ranks):
-        received = network.receive(rank, first, _rails(topology, rank))
-        node = int(topology.node(rank))
-        masks = []
-        for source in _rails(topology, rank):
-            mine = in_rank[source][:, node * width : (node + 1) * width]
-            masks.append(mine[mine.any(axis=1)])
-        _, row, per_peer = send_order(np.concatenate(masks))
-        arrays = {name: (array[row], _CLASSES.get(name, "payload")) for name, array in received.arrays.items()}
-        control = None
-        if topk_idx is not None:
-            control = _peer_words(topology, node, masks, received.arrays["topk_idx"], num_experts)
-        peers = _peers(topology, rank)
-        splits = _spread(topology, peers, per_peer)
-        network.send_rows(rank, arrays, splits, second, destinations=peers, control=control)
-    results = []
-    for rank in range(topology.num_ranks):
-        received = network.receive(rank, second, _peers(topology, rank)).arrays  # by (GPU index, node, token)
-        counts = np.array([[in_rank[n * width + i][:, rank].sum() for n in range(nodes)] for i in range(width)])
-        source = np.arange(nodes)[None, :] * width + np.arange(width)[:, None]
-        order = order_by(np.repeat(source.reshape(-1), counts.reshape(-1)), topology.num_ranks)
-        results.append({name: array[order] for name, array in received.items()})
-    return results
+    received = network.receive(rank, tag, _peers(topology, rank)).arrays  # by (GPU index, node, token)
+    counts = np.array([[in_rank[n * width + i][:, rank].sum() for n in range(nodes)] for i in range(width)])
+    source = np.arange(nodes)[None, :] * width + np.arange(width)[:, None]
+    order = order_by(np.repeat(source.reshape(-1), counts.reshape(-1)), topology.num_ranks)
+    return {name: array[order] for name, array in received.items()}
 
 
 def combine_intranode(network: Network, x, handles, topk_weights, bias) -> list[tuple]:

@@ -127,6 +127,50 @@ def test_combine_sums_rows_by_rank_and_node(batch, num_bias):
         np.testing.assert_array_equal(combined[source][1], np.where(ids >= 0, weights[source], 0))
 
 
+class Capture(Network):
+    """Remembers what was sent: (stage, rank, name) -> bytes."""
+
+    def __init__(self, topology):
+        super().__init__(topology)
+        self.sent = {}
+
+    def _post(self, src, outgoing, tag):
+        arrays = {**outgoing.arrays, "control": outgoing.control}
+        self.sent |= {(tag.stage, src, name): array for name, array in arrays.items() if array is not None}
+        super()._post(src, outgoing, tag)
+
+
+@settings(max_examples=30)
+@given(batches())
+def test_calls_and_exchanges_send_the_same(batch):
+    topology, num_experts, x, idx, weights = batch
+    call, exchange = Capture(topology), Capture(topology)
+    results = normal_dispatch(x, idx, weights, num_experts, topology, network=call)
+    normal_combine([r.recv_x for r in results], [r.handle for r in results], topology, network=call)
+    run_exchange("normal", topology, num_experts, x, idx, weights, network=exchange)
+    assert call.sent.keys() == exchange.sent.keys()
+    for key, array in call.sent.items():
+        if key[0].startswith("dispatch") or key[2] != "x":
+            np.testing.assert_array_equal(array, exchange.sent[key], err_msg=str(key))
+
+
+def test_notifications_by_hand():
+    """2 nodes x 2 ranks, 2 experts a rank: A -> 0, 5; B -> 6, 7; C -> 3, all on rank 0."""
+    empty = np.zeros((0, 2), np.int64)
+    idx = [np.array([[0, 5], [6, 7], [3, -1]]), empty, empty, empty]
+    weights, x = [np.ones(ids.shape, np.float32) for ids in idx], [np.zeros((len(ids), 1), BF16) for ids in idx]
+    network = Capture(Topology(4, 2))
+    normal_dispatch(x, idx, weights, 8, Topology(4, 2), network=network)
+    # to node 1: rows for its ranks (8 places), slots for its experts, rows for the node
+    assert network.sent["dispatch_send", 0, "control"].tolist() == [[1, 1, *[0] * 6, 0, 1, 1, 1, 2]]
+    # to ranks 0 and 1: rows from each node, slots for each of their experts
+    assert network.sent["dispatch_forward", 0, "control"].tolist() == [[1, 0, 1, 0], [1, 0, 0, 1]]
+    assert network.sent["dispatch_forward", 2, "control"].tolist() == [[1, 0, 0, 1], [1, 0, 1, 1]]
+    network = Capture(Topology(4))
+    normal_dispatch(x, idx, weights, 8, Topology(4), network=network)
+    assert network.sent["dispatch_send", 0, "control"].tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 1], [1, 1, 1]]
+
+
 @settings(max_examples=30)
 @given(batches())
 def test_calls_and_exchanges_move_the_same_bytes(batch):
