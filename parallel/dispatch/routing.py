@@ -14,9 +14,9 @@ class Routing:
     tokens int64 [R]; slots_to_rank int64 [R, R] slots of a source's tokens that select an expert of the rank;
     tokens_to_rank int64 [R, R] tokens with at least one such slot; tokens_to_node int64 [R, N]."""
 
-    def __init__(self, ids: np.ndarray, tokens: np.ndarray, experts_per_rank: int, topology: Topology):
+    def __init__(self, ids: np.ndarray, tokens: np.ndarray, num_experts: int, topology: Topology):
         self._ids, self.tokens, self.top_k = ids, tokens, ids.shape[1]
-        self._experts_per_rank, self._topology = experts_per_rank, topology
+        self.num_experts, self.topology, self.layers = num_experts, topology, 1
 
     @cached_property
     def _source(self) -> np.ndarray:
@@ -26,7 +26,7 @@ class Routing:
     @cached_property
     def _rank(self) -> np.ndarray:
         """Rank of each selected expert, int16 [T, K]; -1 for none (-1 // e is -1)."""
-        return self._ids // np.int16(self._experts_per_rank)
+        return self._ids // np.int16(self.num_experts // self.topology.num_ranks)
 
     @cached_property
     def slots_to_rank(self) -> np.ndarray:
@@ -38,8 +38,8 @@ class Routing:
 
     @cached_property
     def tokens_to_node(self) -> np.ndarray:
-        nodes = self._topology.num_nodes
-        node = self._rank // np.int16(self._topology.ranks_per_node) if nodes > 1 else np.minimum(self._rank, 0)
+        nodes = self.topology.num_nodes
+        node = self._rank // np.int16(self.topology.ranks_per_node) if nodes > 1 else np.minimum(self._rank, 0)
         return self._pairs(*_distinct(node, nodes))
 
     def _pairs(self, unit: np.ndarray, num_units: int, chosen: np.ndarray) -> np.ndarray:
@@ -48,8 +48,13 @@ class Routing:
         return np.bincount(key[chosen], minlength=len(self.tokens) * num_units).reshape(-1, num_units)
 
     def plus(self, other: "Routing") -> "Routing":
-        """Both layers' counts together."""
-        total = Routing(np.empty((0, self.top_k), np.int16), self.tokens + other.tokens, 1, self._topology)
+        """Counts of both, which must be of the same ranks, experts and top-k."""
+        mine, theirs = ((r.topology, r.num_experts, r.top_k) for r in (self, other))
+        if mine != theirs:
+            raise ValueError(f"counts of {mine} and {theirs} (topology, experts, top-k) cannot be added up")
+        none = np.empty((0, self.top_k), np.int16)
+        total = Routing(none, self.tokens + other.tokens, self.num_experts, self.topology)
+        total.layers = self.layers + other.layers
         for name in ("slots_to_rank", "tokens_to_rank", "tokens_to_node"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
@@ -94,7 +99,7 @@ def check_routing(topk_idx, num_experts: int, topology: Topology) -> Routing:
     ids = np.concatenate(tables)
     if ids.size and not (ids.min() >= -1 and ids.max() < num_experts):
         _refuse_ids(tables, num_experts)
-    return Routing(ids.astype(np.int16), tokens, num_experts // ranks, topology)
+    return Routing(ids.astype(np.int16), tokens, num_experts, topology)
 
 
 def _refuse_ids(tables, num_experts: int) -> None:

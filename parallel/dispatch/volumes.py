@@ -37,16 +37,20 @@ class Hop(NamedTuple):
 class Volumes:
     """Counted volumes of one layer, or of several added up (`a + b`).
 
-    `counts` are the rows by unit that DeepEP's own test metric weighs: [R, R] (token, rank) and [R, N] (token,
-    node) pairs, own rank and node included, and [R] slots with an expert."""
+    `counts` holds the rows by (token, rank), (token, node) and (slot, rank), own rank and node included; `hops` and
+    `control` (direction -> bytes int64 [R, R]) are what the dialect makes of them."""
 
-    topology: Topology
-    hops: tuple[Hop, ...]
-    control: dict[str, np.ndarray]  # direction -> bytes int64 [R, R]
     counts: Routing
     hidden: int
     dispatch: str
     payload: str
+    mode: str
+    hops: tuple[Hop, ...]
+    control: dict[str, np.ndarray]
+
+    @property
+    def topology(self) -> Topology:
+        return self.counts.topology
 
     def matrix(self, direction=None, link=None, unit: str = "bytes", classes=None) -> np.ndarray:
         """int64 [R, R] (source, destination).
@@ -68,14 +72,10 @@ class Volumes:
 
     def __add__(self, other: "Volumes") -> "Volumes":
         """Volumes of two layers (or steps) of the same deployment together."""
-        mine = (self.topology, self.hidden, self.dispatch, self.payload, [h[0::2] for h in self.hops])
-        theirs = (other.topology, other.hidden, other.dispatch, other.payload, [h[0::2] for h in other.hops])
+        mine, theirs = ((v.hidden, v.dispatch, v.payload, v.mode) for v in (self, other))
         if mine != theirs:
-            raise ValueError("volumes of different deployments, dialects, payloads or top-k cannot be added up")
-        hops = tuple(a._replace(rows=a.rows + b.rows) for a, b in zip(self.hops, other.hops))
-        control = {d: self.control[d] + other.control[d] for d in DIRECTIONS}
-        counts = self.counts.plus(other.counts)
-        return Volumes(self.topology, hops, control, counts, self.hidden, self.dispatch, self.payload)
+            raise ValueError(f"volumes of {mine} and {theirs} (hidden, dispatch, payload, mode) cannot be added up")
+        return volumes_of(self.counts.plus(other.counts), *mine)
 
     def wire(self, direction=None) -> np.ndarray:
         """View 1, bytes that move at all: int64 [R] sent by each rank over every link, copies within a rank
@@ -119,18 +119,26 @@ def count_volumes(
     `single` (direct, with one row back per slot); one node knows no hybrid.
     Raises ValueError for wrong names, shapes, ids (naming rank, token, slot and id) and ranks that do not divide
     experts."""
+    return volumes_of(check_routing(topk_idx, num_experts, topology), hidden, dispatch, payload, mode)
+
+
+def volumes_of(routing: Routing, hidden: int, dispatch: str, payload: str = "fp8", mode: str = "hybrid") -> Volumes:
+    """As `count_volumes`, from a routing table that is already checked and counted."""
     if dispatch not in DISPATCHES:
         raise ValueError(f"dispatch = {dispatch!r}: must be one of {', '.join(DISPATCHES)}")
     if mode not in MODES:
         raise ValueError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
-    routing = check_routing(topk_idx, num_experts, topology)
-    several = topology.num_nodes > 1
+    topology, several = routing.topology, routing.topology.num_nodes > 1
     there = dispatch_row(dispatch, several, hidden, routing.top_k, payload)
     back = combine_row(dispatch, several, hidden, routing.top_k, payload)
-    forth = [(Hop("dispatch", rows, there)) for rows in _dispatch_rows(routing, topology, dispatch, mode)]
-    returns = [Hop("combine", rows, back) for rows in _combine_rows(routing, topology, dispatch, mode)]
-    control = {d: _control_matrix(control_bytes(dispatch, d, num_experts, topology), topology) for d in DIRECTIONS}
-    return Volumes(topology, (*forth, *returns), control, routing, hidden, dispatch, payload)
+    hops = [Hop("dispatch", rows, there) for rows in _dispatch_rows(routing, topology, dispatch, mode)]
+    hops += [Hop("combine", rows, back) for rows in _combine_rows(routing, topology, dispatch, mode)]
+    control = {
+        direction: routing.layers
+        * _control_matrix(control_bytes(dispatch, direction, routing.num_experts, topology), topology)
+        for direction in DIRECTIONS
+    }
+    return Volumes(routing, hidden, dispatch, payload, mode, tuple(hops), control)
 
 
 def _dispatch_rows(routing: Routing, topology: Topology, dispatch: str, mode: str) -> list[np.ndarray]:
