@@ -21,7 +21,7 @@ def headline(results: list[TensorResult]) -> str:
     elif first.status == "dtype":
         text += f"dtype {first.actual_dtype}, {first.reference_dtype} is expected (the values hold)"
     else:
-        text += _reason(first)
+        text += reason(first)
     before = results[: results.index(first)]
     flips = [r for r in before if r.status == "tie"]
     if flips:
@@ -30,7 +30,8 @@ def headline(results: list[TensorResult]) -> str:
     return text + (f"; {absent} names are on one side only" if absent else "")
 
 
-def _reason(result: TensorResult) -> str:
+def reason(result: TensorResult) -> str:
+    """How a tensor that differs does so, as a part of a sentence."""
     d, rule = result.difference, result.tolerance
     if d.violations:
         text = f"{d.violations} of {d.total} elements outside tolerance ({rule})"
@@ -39,6 +40,12 @@ def _reason(result: TensorResult) -> str:
             text += f", worst {worst.reference:.6g} against {worst.actual:.6g} at {place(worst.index)}"
     elif d.differing > rule.differing * d.total:
         text = f"{d.differing} of {d.total} elements differ, {rule.differing:g} of them may"
+    elif d.worst_row is not None and d.worst_row.error > rule.row:
+        off = f"{d.worst_row.error:.3g} of its norm ({rule.row:.3g} is allowed)"
+        text = f"all elements hold, but row {place(d.worst_row.index)} is off by {off}"
+    elif abs(d.scale - 1) <= rule.scale:
+        off = f"{d.relative_error:.3g} of the norm ({rule.norm:.3g} is allowed)"
+        text = f"all elements hold, but together they are off by {off}"
     else:
         text = f"all elements hold, but together they are scaled by {d.scale:.6g} (within {rule.scale:.3g} is allowed)"
     return text + (f"; {result.note}" if result.note else "")

@@ -98,7 +98,7 @@ def _judge(base: TensorResult, r, a, options: Options, valid, note: str = "") ->
 
     threads = options.threads if r.size > 1 << 20 else 1
     difference = measure(r, a, base.tolerance, valid, threads, after_block)
-    status = _status(difference, base.tolerance)
+    status = status_of(difference, base.tolerance)
     if status == "differs" and not note:
         note = looks_like(r, a, difference) or "" if valid is None else ""
         note = f"looks: {note}" if note else ""
@@ -111,12 +111,15 @@ def _judge(base: TensorResult, r, a, options: Options, valid, note: str = "") ->
     return replace(base, status=status, difference=difference, note=note, picture=picture)
 
 
-def _status(d: Difference, tolerance: Tolerance) -> str:
+def status_of(d: Difference, tolerance: Tolerance) -> str:
+    """identical, close or differs."""
     if d.identical:
         return "identical"
     too_many = d.differing > tolerance.differing * d.total
     scaled = d.scale is not None and abs(d.scale - 1) > tolerance.scale
-    return "differs" if d.violations or too_many or scaled else "close"
+    far = d.relative_error is not None and d.relative_error > tolerance.norm
+    far = far or (d.worst_row is not None and d.worst_row.error > tolerance.row)
+    return "differs" if d.violations or too_many or scaled or far else "close"
 
 
 def _compare_ids(base, r, a, left: Dump, options: Options, valid) -> TensorResult:

@@ -26,8 +26,7 @@ def _scaled(difference: Difference) -> str | None:
         return "all zeros"
     if scale is None or left_over is None or abs(scale - 1) < 1e-3:
         return None
-    error = np.sqrt(difference.difference * (difference.norm_ratio**2 + 1))  # of the norm of the reference
-    if left_over * difference.norm_ratio > EXPLAINED * error:
+    if left_over * difference.norm_ratio > EXPLAINED * difference.relative_error:
         return None
     return "the sign is flipped" if abs(scale + 1) < 0.01 else f"scaled by {scale:.4g}"
 

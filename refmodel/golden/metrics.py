@@ -70,6 +70,13 @@ class Difference:
     scale_residual: float | None = None
     rms_reference: float = 0.0
 
+    @property
+    def relative_error(self) -> float | None:
+        """Norm of the error over the norm of the reference; None where the reference is zero."""
+        if self.difference is None or self.norm_ratio is None:
+            return None
+        return float(np.sqrt(self.difference * (1 + self.norm_ratio**2)))
+
     def to_dict(self) -> dict:
         """Plain values for JSON."""
         out = asdict(self)

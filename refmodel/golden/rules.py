@@ -10,7 +10,7 @@ import numpy as np
 from refmodel.golden.tolerance import EXACT, UNIT_ROUNDOFF, Tolerance, depth_of, reproduce, suggest_for
 
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e4m3fnuz), np.dtype(ml_dtypes.float8_e5m2))
-_KEYS = ("rtol", "atol", "rms", "ulps", "differing", "scale", "reason")
+_KEYS = ("rtol", "atol", "rms", "ulps", "differing", "scale", "norm", "row", "reason")
 
 
 def parse_rule(text: str) -> tuple[str, Tolerance]:

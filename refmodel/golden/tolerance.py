@@ -15,8 +15,9 @@ class Tolerance:
     Element rules: `rtol` of |reference|, `atol`, `rms` of the root mean square of the reference tensor (which
     lets a near-zero element carry the noise of its neighbours), `ulps` representable values. The largest
     counts: they are not summed. All zero means exact.
-    Tensor rules: `differing`, the fraction of elements that may differ at all, and `scale`, how far the fitted
-    scale factor may be from 1, which catches a small systematic factor that every single element would pass.
+    Tensor rules: `differing`, the fraction of elements that may differ at all; `scale`, how far the fitted scale
+    factor may be from 1, which catches a small systematic factor that every single element would pass; `norm`, the
+    norm of the error over that of the reference; `row`, the same for each row (all axes but the last).
     `reason` says where the numbers come from. Raises ValueError for a negative or undefined number.
     """
 
@@ -26,10 +27,12 @@ class Tolerance:
     ulps: int = 0
     differing: float = 1.0
     scale: float = float("inf")
+    norm: float = float("inf")
+    row: float = float("inf")
     reason: str = ""
 
     def __post_init__(self):
-        for name in ("rtol", "atol", "rms", "ulps", "differing", "scale"):
+        for name in ("rtol", "atol", "rms", "ulps", "differing", "scale", "norm", "row"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
                 raise ValueError(f"tolerance {name}={value!r}: a number of 0 or more is required")
@@ -60,6 +63,7 @@ class Tolerance:
         parts += [f"{self.ulps} ulp"] if self.ulps else []
         parts += [f"at most {self.differing:.3g} of elements"] if self.differing < 1 else []
         parts += [f"scale within {self.scale:.3g}"] if np.isfinite(self.scale) else []
+        parts += [f"{name} {getattr(self, name):.3g}" for name in ("norm", "row") if np.isfinite(getattr(self, name))]
         return ", ".join(parts)
 
 
@@ -151,3 +155,31 @@ def reproduce(dtype) -> Tolerance:
     if dtype == np.float32:
         return Tolerance(ulps=1, differing=1e-6, reason="float32 on another machine: 1 ulp in 1e-6 of the elements")
     return Tolerance(reason=f"{dtype} on another machine: byte for byte")
+
+
+def one_operator(dtype, numerics: str, size: int, operators: int = 1, sensitivity: float = 1.0) -> Tolerance:
+    """The rule for the output of one operator whose inputs agree to the bit.
+
+    An implementation rounds a few intermediate results that this one keeps wide: 8 roundings of the output's format
+    against the root mean square, 2 as a norm, 3 as the norm of a row. A factor common to all elements cannot come
+    from rounding at all.
+    Where operands are quantised to FP8, another way of dividing by the scale moves single codes to a neighbour.
+    `operators` of them in a row, of which only the last one's output is known, add up like a random walk.
+    sensitivity: how much the operator magnifies the rounding of its wide arithmetic (an exponential of a score of
+    size 10 by 10), which counts where the output is as wide as that arithmetic.
+    """
+    dtype = np.dtype(dtype)
+    if dtype not in UNIT_ROUNDOFF:
+        return Tolerance(reason=f"{dtype}: exact")
+    own = UNIT_ROUNDOFF[dtype]
+    unit = max(own, NUMERICS_ROUNDOFF["bfloat16" if numerics == "fp8" else numerics])
+    if dtype.itemsize == 1:
+        return Tolerance(ulps=1, differing=0.02, reason="E4M3 codes: a neighbour, in 2 % of the elements")
+    if unit < 2.0**-24:
+        return Tolerance(rtol=1e-12, rms=1e-12, reason="float64: 1e-12 relative")
+    unit *= DOT_PRODUCT / 8 * sensitivity if unit == 2.0**-24 else 1.0
+    unit *= float(np.sqrt(operators))
+    scale = unit / 4 + 8 * unit / float(np.sqrt(max(size, 1)))
+    count = f"{operators} operators" if operators > 1 else "one operator"
+    reason = f"{count} in {numerics}: 8 roundings of {unit:.2g}, as a norm 2, by row 3"
+    return Tolerance(rtol=8 * unit, rms=8 * unit, scale=scale, norm=2 * unit, row=3 * unit, reason=reason)

@@ -1,0 +1,290 @@
+"""Find the first operator of an engine that is wrong, apart from everything that only follows from it.
+
+In bfloat16 everything differs a little after layer 0, and everything differs a lot after a fault. So each operator is
+replayed on the engine's own captured inputs, and only its output is judged: drift and faults before it do not count.
+The engine's own routing is used as it is.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from refmodel.golden.dump import Dump, open_dump
+from refmodel.golden.headline import reason
+from refmodel.golden.judge import status_of
+from refmodel.golden.looks import looks_like
+from refmodel.golden.metrics import measure
+from refmodel.golden.mistakes import mistakes_of
+from refmodel.golden.operators import Context, Operator, mtp_operators, operators
+from refmodel.golden.replay import Replay, as_stored
+from refmodel.golden.report import Report, TensorResult
+from refmodel.golden.tolerance import EXACT, TIE_MARGINS, UNIT_ROUNDOFF, Tolerance, one_operator
+from refmodel.golden.topk import compare_routes
+from refmodel.golden.ulp import widen
+
+EXPLAINED = 0.25  # a mistake is the cause if it leaves at most this part of the error
+BAD_ROW = 0.05  # of the worst row's error: rows below it are not asked what went wrong
+WIDE_KINDS = ("router_logits", "router", "logits")  # stored as wide as they are computed, in every numerics
+SENSITIVITY = {"attention": 10.0}  # scores of size 10 and more go through an exponential
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A known mistake that reproduces the engine's tensor: its name, the tensor whose operator has it, in words, and
+    the relative errors without and with it."""
+
+    mistake: str
+    tensor: str
+    text: str
+    error_before: float
+    error_after: float
+
+
+@dataclass(frozen=True)
+class Location:
+    """The result of `locate`: `report` has one result per captured tensor, judged from the engine's own inputs."""
+
+    report: Report
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.report.ok
+
+    @property
+    def exit_code(self) -> int:
+        return self.report.exit_code
+
+    @property
+    def first(self) -> TensorResult | None:
+        return self.report.first
+
+    @property
+    def headline(self) -> str:
+        return self.report.headline
+
+    def to_json(self) -> dict:
+        """Plain values."""
+        return self.report.to_json() | {"findings": [finding.__dict__ for finding in self.findings]}
+
+    def to_text(self, verbose: bool = False) -> str:
+        """The headline, then the report."""
+        return self.report.to_text(verbose)
+
+
+def locate(
+    model,
+    actual,
+    *,
+    token_ids=None,
+    lengths: tuple[int, ...] | None = None,
+    phase: str = "prefill",
+    mtp_token_ids=None,
+    tolerances: Mapping[str, Tolerance] | None = None,
+    tie_margin: float | None = None,
+    diagnose: bool = True,
+) -> Location:
+    """Replay every operator whose output the engine captured, and name the first that does not hold.
+
+    model: the reference with the engine's weights and numerics. actual: a dump under our names (see `compare` for
+    other forms: `open_dump`, `translate`, `join_ranks`). token_ids [T]: without them the embedding is not judged.
+    lengths: rows of each request (default: one request). phase: "decode" if the engine's attention is absorbed.
+    mtp_token_ids: the tokens that entered the MTP layer, to judge that as well. Tensors of later steps are left out.
+
+    Raises ValueError if nothing was captured that the model makes, or shapes do not fit the model.
+    """
+    dump = open_dump(actual)
+    numerics = model.numerics.name
+    tie = (1e-12 if numerics == "float64" else 1e-5) if tie_margin is None else tie_margin
+    context = _context(model, dump, token_ids, lengths, phase)
+    replays = [Replay(context, dump, operators(model))]
+    if mtp_token_ids is not None:
+        shifted = replace(
+            context,
+            token_ids=np.asarray(mtp_token_ids),
+            lengths=lengths or (len(mtp_token_ids),),
+            position_shift=model.numerics.switches.mtp_position_shift,
+        )
+        replays.append(Replay(shifted, dump, mtp_operators(model), before=replays[0]))
+    results, failed, misshapen = [], None, set()
+    for replay in replays:
+        for op in replay.operators:
+            if misshapen.intersection(op.inputs):
+                continue  # nothing follows from an input of a wrong shape, which was reported
+            judged = _judge_operator(replay, op, numerics, tie, tolerances or {})
+            misshapen |= {r.name for r in judged if r.status == "shape"}
+            failed = failed or next(((replay, op, r) for r in judged if not r.ok), None)
+            results += judged
+    if not results:
+        raise ValueError(f"{dump.source}: none of its {len(dump)} tensors is made by an operator of the model")
+    findings = _diagnose(*failed) if failed and diagnose else ()
+    notes = _notes(dump, replays, results)
+    report = Report(tuple(results), _headline(results, findings), "replay from its own inputs", dump.source, notes)
+    return Location(report, findings)
+
+
+def _context(model, dump: Dump, token_ids, lengths, phase) -> Context:
+    if phase not in ("prefill", "decode"):
+        raise ValueError(f"phase={phase!r}: 'prefill' or 'decode' is required")
+    ids = None if token_ids is None else model.check_ids(token_ids)
+    rows = len(ids) if ids is not None else _rows(dump)
+    lengths = tuple(lengths or (rows,))
+    if sum(lengths) != rows:
+        raise ValueError(f"lengths {list(lengths)} add up to {sum(lengths)} rows; there are {rows}")
+    return Context(model, ids, lengths, phase)
+
+
+def _rows(dump: Dump) -> int:
+    name = next((n for n in dump if (n.startswith("layers.") and ".attn_proj." in n) or n == "embed.hidden"), None)
+    if name is None:
+        raise ValueError(f"{dump.source}: how many tokens it holds is not to be seen; give token_ids or lengths")
+    return len(dump[name])
+
+
+def _judge_operator(replay: Replay, op: Operator, numerics: str, tie: float, rules: Mapping) -> list[TensorResult]:
+    names = [name for name in op.outputs if name in replay.captured and not name.endswith(".margin")]
+    if not names or (op.kind in ("embed", "enorm") and replay.context.token_ids is None):
+        return []
+    try:
+        expected = dict(zip(op.outputs, replay.run(op)))
+    except (IndexError, ValueError) as error:
+        raise ValueError(
+            f"{names[0]}: the captured inputs {', '.join(op.inputs)} do not fit the model: {error}"
+        ) from None
+    segment = replay.segment(op)
+    limit = tie if len(segment) == 1 else max(tie, TIE_MARGINS[numerics])
+    results = []
+    for name in names:
+        rule = next((t for pattern, t in rules.items() if re.search(pattern, name)), None)
+        dtypes = (expected[name].dtype, replay.captured[name].dtype)
+        coarse = max(dtypes, key=lambda d: UNIT_ROUNDOFF.get(d, 0.0))
+        rule = operator_rule(segment, coarse, expected[name].size, numerics) if rule is None else rule
+        results.append(_judge_output(replay, name, expected, rule, limit))
+    return results
+
+
+def operator_rule(segment: list[Operator], dtype, size: int, numerics: str) -> Tolerance:
+    """The tolerance for the output of the last of these operators, whose first inputs agree to the bit."""
+    wide = len(segment) == 1 and segment[0].kind in WIDE_KINDS and numerics != "float64"
+    magnified = max(SENSITIVITY.get(op.kind, 1.0) for op in segment)
+    return one_operator(dtype, "float32" if wide else numerics, size, len(segment), magnified)
+
+
+def _judge_output(replay, name, expected, rule: Tolerance, tie: float) -> TensorResult:
+    r, a = expected[name], np.asarray(replay.captured[name])
+    last = name.rsplit(".", 1)[-1]
+    base = TensorResult(name, "differs", r.dtype.name, a.dtype.name, r.shape, a.shape, rule)
+    if r.shape != a.shape:
+        return replace(base, status="shape")
+    if last == "topk_idx":
+        return _judge_ids(base, r, a, expected, tie)
+    valid = None
+    if last == "topk_weights":
+        valid, a = _weights_by_expert(replay, name, expected, a)
+    elif ".experts." in name:
+        idx = replay.value(f"{name.split('.experts.')[0]}.attn_core.router.topk_idx").reshape(-1)
+        valid = idx >= 0 if (idx < 0).any() else None
+    difference = measure(r, a, rule, valid)
+    status = status_of(difference, rule)
+    note = looks_like(r, a, difference) if status == "differs" and valid is None else None
+    return replace(base, status=status, difference=difference, note=f"looks: {note}" if note else "")
+
+
+def _judge_ids(base: TensorResult, r, a, expected, tie: float) -> TensorResult:
+    margin = next(x for n, x in expected.items() if n.endswith("margin"))
+    routes = compare_routes(r, a, margin, tie)
+    wrong = routes.flipped & ~routes.ties
+    ordered = np.take_along_axis(a, routes.order, -1)
+    ordered[~wrong] = r[~wrong]
+    difference = measure(r, ordered, EXACT)
+    note = f"{int(wrong.sum())} of {wrong.size} rows choose other experts" if wrong.any() else ""
+    status = "differs" if wrong.any() else "tie" if routes.ties.any() else "identical"
+    return replace(base, status=status, difference=difference, note=note, tolerance=EXACT)
+
+
+def _weights_by_expert(replay, name: str, expected, a) -> tuple[np.ndarray | None, np.ndarray]:
+    """The engine's weights in the order of our ids, and the rows where both chose the same experts."""
+    ids = name.replace("topk_weights", "topk_idx")
+    if ids not in replay.captured:
+        return None, a
+    routes = compare_routes(expected[ids], np.asarray(replay.captured[ids]), None, 0.0)
+    return (~routes.flipped if routes.flipped.any() else None), np.take_along_axis(a, routes.order, -1)
+
+
+def _row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """For each row (leading axis) the norm of the error, or for ids whether the sets differ."""
+    if expected.dtype.kind in "iu":
+        return (np.sort(expected, axis=-1) != np.sort(actual, axis=-1)).any(axis=-1).astype(np.float64)
+    r, a = (widen(np.ascontiguousarray(x)).reshape(len(x), -1) for x in (expected, actual))
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where((r == a) | (np.isnan(r) & np.isnan(a)), 0.0, np.abs(a - r))
+    odd = ~np.isfinite(error)  # NaN or infinity on one side: larger than any value
+    error[odd] = 10 * np.abs(r[np.isfinite(r)]).max(initial=1.0)
+    return np.sqrt(np.square(error).sum(axis=1))
+
+
+def _diagnose(replay: Replay, op: Operator, result: TensorResult) -> tuple[Finding, ...]:
+    """Known mistakes, in this operator or in one before it that was not captured, that reproduce the output.
+
+    Only the rows that are wrong are asked: a fault may be one rank's.
+    """
+    name = result.name
+    place = op.outputs.index(name)
+    actual = as_stored(name, np.asarray(replay.captured[name]), replay.context.numerics)
+    expected = replay.run(op)[place]
+    if expected.shape != actual.shape:
+        return ()
+    errors = _row_errors(expected, actual)
+    asked = errors > BAD_ROW * errors.max()
+    size = max(float(np.linalg.norm(widen(np.ascontiguousarray(expected[asked])))), 1e-300)
+    before = float(np.linalg.norm(errors[asked]))
+    found = []
+    for suspect in replay.segment(op):
+        for mistake in mistakes_of(suspect.kind):
+            wrong = Replay(
+                replay.context, replay.captured, replay.operators, {suspect.outputs[0]: mistake.how}, replay.before
+            )
+            try:
+                made = wrong.run(op)[place]
+                after = float(np.linalg.norm(_row_errors(made, actual)[asked]))
+            except (ValueError, IndexError, TypeError):
+                continue  # this mistake is not possible with these shapes
+            if after <= EXPLAINED * before:
+                found.append(Finding(mistake.name, suspect.outputs[0], mistake.text, before / size, after / size))
+    return tuple(sorted(found, key=lambda f: f.error_after))
+
+
+def _headline(results: list[TensorResult], findings: tuple[Finding, ...]) -> str:
+    first = Report(tuple(results), "").first
+    if first is None:
+        same = sum(r.status == "identical" for r in results)
+        ties = [r for r in results if r.status == "tie"]
+        text = f"every operator holds on its own inputs: {len(results)} tensors, {same} bit for bit"
+        return text + (f"; routing flips at ties in {len(ties)}, first {ties[0].name}" if ties else "")
+    if first.status == "shape":
+        return (
+            f"{first.name} has shape {list(first.actual_shape)}, {list(first.reference_shape)} follows from its inputs"
+        )
+    text = f"{first.name} does not follow from its inputs: {reason(first)}"
+    if findings:
+        best = findings[0]
+        where = "" if best.tensor == first.name else f" in {best.tensor}"
+        text += f"; it equals ours {best.text}{where} (leaves {best.error_after:.2g} of {best.error_before:.2g})"
+    return text
+
+
+def _notes(dump: Dump, replays: list[Replay], results) -> tuple[str, ...]:
+    made = {name for replay in replays for name in replay.maker}
+    later = sum(name.startswith("step.") for name in dump)
+    unknown = [n for n in dump if n not in made and not n.startswith("step.")]
+    absent = [n for n in replays[0].maker if n not in dump]
+    notes = [f"{later} tensors of later steps are not replayed"] if later else []
+    if unknown:
+        notes.append(f"{len(unknown)} names are made by no operator of the model, the first is {unknown[0]}")
+    if absent:
+        notes.append(
+            f"{len(absent)} tensors were not captured and are recomputed where needed, the first is {absent[0]}"
+        )
+    return tuple(notes)

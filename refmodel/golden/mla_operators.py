@@ -1,0 +1,176 @@
+"""Operators of attention. Keywords are mistakes (see `mistakes`); without them each is what `refmodel.mla` does."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from refmodel.attention import attend
+from refmodel.cache import LatentCache, PagePool
+from refmodel.experts import project
+from refmodel.golden.norm_operators import norm
+from refmodel.layer import Segment
+from refmodel.mla import attend_batch
+from refmodel.rope import apply_rope, softmax_scale, yarn_frequencies, yarn_mscale
+
+
+def down(context, x, *, layer, part, factor=1.0):
+    """q_a or kv_a: a part of the product that both share."""
+    width = context.config.kv_lora_rank + context.config.qk_rope_head_dim
+    out = project(x, context.weights.layer(layer).down, context.numerics)
+    out = out[:, :-width] if part == "q" else out[:, -width:]
+    if factor != 1.0:
+        out = context.numerics.store(context.numerics.widen(out) * factor, "linear")
+    return (out,)
+
+
+def rotate(context, x, *, interleaved=None, shift=0, plain=False, amplitude=None, conjugate=False, halves=False):
+    """RoPE on x [T, heads, P], rounded; `halves`: the right rotation, written in half-split order."""
+    config, numerics = context.config, context.numerics
+    inv_freq, usual = yarn_frequencies(config)
+    if plain:
+        P = config.qk_rope_head_dim
+        inv_freq = 1.0 / config.rope_theta ** (np.arange(0, P, 2, dtype=np.float64) / P)
+    if amplitude == "mscale":
+        usual = usual * _mscale(config)
+    out = apply_rope(
+        x,
+        context.positions() + shift,
+        -inv_freq if conjugate else inv_freq,
+        config.rope_interleave if interleaved is None else interleaved,
+        amplitude=usual,
+        dtype=numerics.compute,
+    )
+    if halves:
+        out = np.concatenate([out[..., 0::2], out[..., 1::2]], axis=-1)
+    return numerics.store(out, "rope")
+
+
+def _mscale(config) -> float:
+    scaling = config.rope_scaling
+    return 1.0 if scaling is None else yarn_mscale(scaling.factor, scaling.mscale_all_dim or 1.0)
+
+
+def query(context, x, *, layer, rotated=True, front=False, rope_first=False, heads_inside=False, **rope):
+    """q_b (or q without a latent) and RoPE on the last P of each head: [T, H, N + P]."""
+    config, numerics = context.config, context.numerics
+    H, P = config.num_attention_heads, config.qk_rope_head_dim
+    weights = context.weights.layer(layer)
+    if config.q_lora_rank is None:
+        q = project(x, weights.down, numerics)[:, : -(config.kv_lora_rank + P)]
+    else:
+        q = project(x, weights.q_b, numerics)
+    q = q.reshape(len(q), -1, H).transpose(0, 2, 1) if heads_inside else q.reshape(len(q), H, -1)
+    q = q.copy()
+    if rope_first:
+        q = np.concatenate([q[:, :, P:], q[:, :, :P]], axis=2)
+    if rotated:
+        part = slice(0, P) if front else slice(-P, None)
+        q[:, :, part] = rotate(context, q[:, :, part], **rope)
+    return (q,)
+
+
+def latent(context, kv_a, *, layer, over_all=False, **mistake):
+    """The normed latent [T, C] that the cache keeps."""
+    C, numerics = context.config.kv_lora_rank, context.numerics
+    if over_all:  # the mean square taken over latent and rope part together
+        wide = numerics.widen(kv_a)
+        w = numerics.widen(context.weights.layer(layer).kv_a_norm)
+        inverse = 1 / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + 1e-6)
+        return (numerics.store(wide[:, :C] * inverse * w, "norm"),)
+    return norm(context, np.ascontiguousarray(kv_a[:, :C]), layer=layer, weight="kv_a_norm", **mistake)
+
+
+def k_pe(context, kv_a, *, layer, rotated=True, normed=False, first=False, **rope):
+    """The rotated key part [T, P] that all heads share; it has no norm."""
+    P, numerics = context.config.qk_rope_head_dim, context.numerics
+    raw = kv_a[:, :P] if first else kv_a[:, -P:]
+    if normed:
+        wide = numerics.widen(raw)
+        raw = numerics.store(wide / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + 1e-6), "norm")
+    return (rotate(context, raw[:, None], **rope)[:, 0] if rotated else raw.copy(),)
+
+
+def attention(context, q, kv_latent, k_pe, *, layer, **mistake):
+    """(value heads [T, H, V], lse [T, H]): every request over its own rows."""
+    if mistake:
+        return _attention_with(context, q, kv_latent, k_pe, layer, **mistake)
+    config = context.config
+    rows = np.concatenate([kv_latent, k_pe], axis=1)
+    segments, start = [], 0
+    for length in context.lengths:
+        pool = PagePool(layer + 1, rows.shape[1], rows.dtype)
+        cache = LatentCache(pool)
+        cache.write(layer, 0, rows[start : start + length])
+        segments.append(Segment(cache, 0, start, start + length))
+        start += length
+    batch = SimpleNamespace(segments=segments, phase=context.phase)
+    state = SimpleNamespace(config=config, numerics=context.numerics, batch=batch)
+    return attend_batch(state, context.weights.layer(layer), layer, q)
+
+
+def _expanded(context, kv_latent, layer, split):
+    """Keys without position [T, H, N] and values [T, H, V] by kv_b."""
+    config, numerics = context.config, context.numerics
+    H, N, V = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    kv = project(kv_latent, context.weights.layer(layer).kv_b, numerics)
+    if split == "all_k_all_v":
+        return kv[:, : H * N].reshape(-1, H, N), kv[:, H * N :].reshape(-1, H, V)
+    kv = kv.reshape(-1, H, N + V)
+    return (kv[..., V:], kv[..., :V]) if split == "v_first" else (kv[..., :N], kv[..., N:])
+
+
+def _attention_with(
+    context,
+    q,
+    kv_latent,
+    k_pe,
+    layer,
+    *,
+    scale=None,
+    offset=0,
+    causal=True,
+    split=None,
+    without_rope=False,
+    base2=False,
+    lse_base2=False,
+    lse_unscaled=False,
+    heads_rolled=0,
+    leak=False,
+):
+    """The naive form with a mistake in it, request by request, or over all rows as one (`leak`)."""
+    config, numerics = context.config, context.numerics
+    C, P, N = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
+    factors = {
+        None: softmax_scale(config),
+        "no_mscale": (N + P) ** -0.5,
+        "mscale_once": (N + P) ** -0.5 * _mscale(config),
+        "latent": softmax_scale(config) * ((N + P) / (C + P)) ** 0.5,
+        "nope": softmax_scale(config) * ((N + P) / N) ** 0.5,
+        "none": 1.0,
+    }
+    factor = factors[scale] * (np.log(2.0) if base2 else 1.0)
+    k_nope, v = _expanded(context, kv_latent, layer, split)
+    rope = np.repeat(k_pe[:, None], k_nope.shape[1], axis=1)
+    k = np.concatenate([k_nope, np.zeros_like(rope) if without_rope else rope], axis=2)
+    outs, start = [], 0
+    for length in (len(q),) if leak else context.lengths:
+        rows = slice(start, start + length)
+        wide = (numerics.widen(x[rows]) for x in (q, k, v))
+        outs.append(attend(*wide, factor, offset if causal else None, dtype=numerics.compute))
+        start += length
+    heads = np.concatenate([o.out for o in outs])
+    lse = np.concatenate([o.lse for o in outs])
+    lse = lse / np.log(2.0) if lse_base2 or base2 else lse
+    lse = lse / factor if lse_unscaled else lse
+    heads = np.roll(heads, heads_rolled, axis=1)
+    return numerics.store(heads, "attention"), numerics.store(lse, "lse")
+
+
+def output(context, heads, *, layer, heads_inside=False, factor=1.0):
+    """o: the concatenated value heads [T, H V] -> [T, D]."""
+    heads = heads.swapaxes(1, 2) if heads_inside else heads
+    flat = np.ascontiguousarray(heads).reshape(len(heads), -1)
+    out = project(flat, context.weights.layer(layer).o, context.numerics)
+    if factor != 1.0:
+        out = context.numerics.store(context.numerics.widen(out) * factor, "linear")
+    return (out,)

@@ -1,0 +1,176 @@
+"""The model as a list of small operators between named tensors, each of which can run alone.
+
+`refmodel.layer` runs stages; here every recorded tensor has the operator that makes it from other recorded tensors, so
+that one operator can be replayed from whatever an engine had as its inputs. A test holds the two to each other bit for
+bit. Keyword arguments of the operators are ways of getting them wrong: `mistakes` names them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from refmodel.golden import ffn_operators as ffn
+from refmodel.golden import mla_operators as mla
+from refmodel.golden.norm_operators import add, embed, logits, mtp_join, norm
+
+
+@dataclass(frozen=True)
+class Context:
+    """What operators need besides tensors: the model, and the rows.
+
+    token_ids [T] (None where nobody says), lengths: rows of each request, one after the other; phase as in
+    `Model.forward`; position_shift is added to every RoPE position (the MTP layer's slot i is position i + 1).
+    """
+
+    model: object
+    token_ids: np.ndarray | None = None
+    lengths: tuple[int, ...] = ()
+    phase: str = "prefill"
+    position_shift: int = 0
+
+    @property
+    def config(self):
+        return self.model.config
+
+    @property
+    def numerics(self):
+        return self.model.numerics
+
+    @property
+    def weights(self):
+        return self.model.weights
+
+    def positions(self) -> np.ndarray:
+        """RoPE position of each row: counted from 0 in each request."""
+        return np.concatenate([np.arange(n) for n in self.lengths]).astype(np.int64) + self.position_shift
+
+
+class Operator(NamedTuple):
+    """`run(context, *inputs, **mistake) -> tuple of outputs`, between tensors with these full names.
+
+    kind: what it does, the same in every layer; mistakes are listed by it.
+    """
+
+    kind: str
+    layer: int | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable
+
+
+def _attention(config, L: int, hidden: str) -> list[Operator]:
+    p, c = f"layers.{L}.attn_proj.", f"layers.{L}.attn_core."
+    query = [p + "q_a", p + "q_a_norm"] if config.q_lora_rank is not None else [p + "norm"]
+    ops = [Operator("input_norm", L, (hidden,), (p + "norm",), partial(norm, layer=L, weight="input_norm"))]
+    if config.q_lora_rank is not None:
+        ops += [
+            Operator("q_a", L, (p + "norm",), (p + "q_a",), partial(mla.down, layer=L, part="q")),
+            Operator("q_a_norm", L, (p + "q_a",), (p + "q_a_norm",), partial(norm, layer=L, weight="q_a_norm")),
+        ]
+    core = (p + "q", p + "kv_latent", p + "k_pe")
+    return [
+        *ops,
+        Operator("q", L, (query[-1],), (p + "q",), partial(mla.query, layer=L)),
+        Operator("kv_a", L, (p + "norm",), (p + "kv_a",), partial(mla.down, layer=L, part="kv")),
+        Operator("kv_latent", L, (p + "kv_a",), (p + "kv_latent",), partial(mla.latent, layer=L)),
+        Operator("k_pe", L, (p + "kv_a",), (p + "k_pe",), partial(mla.k_pe, layer=L)),
+        Operator("attention", L, core, (c + "heads", c + "lse"), partial(mla.attention, layer=L)),
+        Operator("o", L, (c + "heads",), (c + "out",), partial(mla.output, layer=L)),
+        Operator("attention_residual", L, (hidden, c + "out"), (c + "residual",), partial(add, point="residual")),
+        Operator("post_norm", L, (c + "residual",), (c + "norm",), partial(norm, layer=L, weight="post_norm")),
+    ]
+
+
+def _mlp(L: int, stage: str, x: str, weight: str) -> list[Operator]:
+    p = f"layers.{L}.{stage}."
+    return [
+        Operator("gate_up", L, (x,), (p + "gate", p + "up"), partial(ffn.gate_up, layer=L, weight=weight)),
+        Operator("product", L, (p + "gate", p + "up"), (p + "product",), ffn.product),
+        Operator("down", L, (p + "product",), (p + "out",), partial(ffn.down, layer=L, weight=weight)),
+    ]
+
+
+def _moe(config, numerics, L: int) -> list[Operator]:
+    c, e = f"layers.{L}.attn_core.", f"layers.{L}.experts."
+    router, x = c + "router.", c + "norm"
+    idx, weights = router + "topk_idx", router + "topk_weights"
+    selected = (idx, weights, router + "margin")
+    moe, residual = f"layers.{L}.merge.moe", f"layers.{L}.merge.residual"
+    routed, shared = f"layers.{L}.combine_recv.routed", f"layers.{L}.shared.out"
+    ops = [
+        Operator("router_logits", L, (x,), (router + "logits",), partial(ffn.router_logits, layer=L)),
+        Operator("router", L, (router + "logits",), selected, partial(ffn.router, layer=L)),
+    ]
+    entering = (x,)
+    if numerics.fp8:
+        entering = tuple(f"layers.{L}.dispatch_send.{n}" for n in ("codes", "scale"))
+        ops.append(Operator("quantize", L, (x,), entering, ffn.quantize_rows))
+    ops += [
+        Operator("expert_gate_up", L, (idx, *entering), (e + "gate", e + "up"), partial(ffn.expert_gate_up, layer=L)),
+        Operator("product", L, (e + "gate", e + "up"), (e + "product",), ffn.product),
+        Operator("expert_down", L, (idx, e + "product"), (e + "out",), partial(ffn.expert_down, layer=L)),
+        Operator("combine", L, (idx, weights, e + "out"), (routed,), partial(ffn.combine, layer=L)),
+    ]
+    parts = (routed,)
+    if config.n_shared_experts:
+        ops += _mlp(L, "shared", x, "shared")
+        parts = (routed, shared)
+    merge = partial(add, point="moe_output") if len(parts) == 2 else ffn.routed_alone
+    ops.append(Operator("merge", L, parts, (moe,), merge))
+    ops.append(Operator("ffn_residual", L, (c + "residual", moe), (residual,), partial(add, point="residual")))
+    return ops
+
+
+def _layer(config, numerics, L: int, hidden: str) -> tuple[list[Operator], str]:
+    """Operators of one layer, and the name of the state that leaves it."""
+    ops = _attention(config, L, hidden)
+    if config.is_moe_layer(L):
+        return ops + _moe(config, numerics, L), f"layers.{L}.merge.residual"
+    c, residual = f"layers.{L}.attn_core.", f"layers.{L}.mlp.residual"
+    ops += _mlp(L, "mlp", c + "norm", "mlp")
+    inputs = (c + "residual", f"layers.{L}.mlp.out")
+    return [*ops, Operator("ffn_residual", L, inputs, (residual,), partial(add, point="residual"))], residual
+
+
+def operators(model) -> list[Operator]:
+    """The main model's operators in execution order."""
+    config = model.config
+    ops = [Operator("embed", None, (), ("embed.hidden",), embed)]
+    hidden = "embed.hidden"
+    for L in range(config.num_hidden_layers):
+        more, hidden = _layer(config, model.numerics, L, hidden)
+        ops += more
+    return [
+        *ops,
+        Operator("final_norm", None, (hidden,), ("final.norm",), partial(norm, layer=None, weight="norm")),
+        Operator("logits", None, ("final.norm",), ("final.logits",), logits),
+    ]
+
+
+def main_state(config) -> str:
+    """The name of the state that leaves the last layer of the main model."""
+    last = config.num_hidden_layers - 1
+    return f"layers.{last}.{'merge' if config.is_moe_layer(last) else 'mlp'}.residual"
+
+
+def mtp_operators(model) -> list[Operator]:
+    """The MTP layer's operators; its inputs are the main model's `final.norm` and the shifted tokens."""
+    config, L = model.config, model.config.num_hidden_layers
+    p = f"layers.{L}.mtp_embed."
+    main = "final.norm" if model.numerics.switches.mtp_hidden == "post_norm" else main_state(config)
+    ops = [
+        Operator("enorm", L, (), (p + "enorm",), partial(mtp_join, layer=L, part="enorm")),
+        Operator("hnorm", L, (main,), (p + "hnorm",), partial(norm, layer=L, weight="hnorm")),
+        Operator("eh_proj", L, (p + "enorm", p + "hnorm"), (p + "hidden",), partial(mtp_join, layer=L, part="eh_proj")),
+    ]
+    more, hidden = _layer(config, model.numerics, L, p + "hidden")
+    f = f"layers.{L}.final."
+    return [
+        *ops,
+        *more,
+        Operator("final_norm", L, (hidden,), (f + "norm",), partial(norm, layer=L, weight="shared_head_norm")),
+        Operator("logits", L, (f + "norm",), (f + "logits",), logits),
+    ]
