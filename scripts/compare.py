@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--half-split-rope", action="store_true", help="rotated vectors are in half-split order")
     form.add_argument("--by-source", action="store_true", help="match dispatched rows by (rank, token, expert)")
     parser.add_argument("-v", "--verbose", action="store_true", help="all tensors in full")
+    parser.add_argument(
+        "--replay",
+        metavar="DIR",
+        help="replay each operator of this checkpoint ('example': the packaged one) on the actual dump's own inputs: "
+        "drift and what follows from a fault are no faults, and a known mistake is named; REFERENCE is a golden",
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page with pictures of the first failing tensors")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -91,6 +97,8 @@ def plain(value):
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print, and return 0 if every tensor holds, else 1."""
+    if args.replay:
+        return _print(args, _replay(args))
     report = compare(
         args.reference,
         args.actual,
@@ -111,6 +119,28 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.html:
         Path(args.html).write_text(report.to_html(), encoding="utf-8")
+    return _print(args, report)
+
+
+def _replay(args: argparse.Namespace):
+    from refmodel.golden.bundle import read_bundle
+    from refmodel.golden.compare import our_form
+    from refmodel.golden.dump import open_dump
+    from refmodel.golden.locate import locate_from_golden
+    from refmodel.model import Model
+    from refmodel.presets import EXAMPLE
+
+    if args.mode or args.rtol is not None or args.atol is not None or args.html:
+        raise ValueError("--replay judges single operators: --mode, --rtol, --atol and --html do not go with it")
+    golden, reference = read_bundle(args.reference), open_dump(args.reference)
+    model = Model.from_pretrained(EXAMPLE if args.replay == "example" else args.replay, numerics=golden.numerics)
+    ranks = _pairs("--ranks", args.ranks, "REGEX=LAYOUT")
+    actual, _ = our_form(reference, open_dump(args.actual), ranks, args.names, args.half_split_rope)
+    rules = dict(parse_rule(text) for text in args.rule)
+    return locate_from_golden(model, golden, actual, tolerances=rules, tie_margin=args.tie_margin)
+
+
+def _print(args: argparse.Namespace, report) -> int:
     if args.json:
         json.dump(plain(report.to_json()), sys.stdout, indent=1)
         print()

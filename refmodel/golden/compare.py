@@ -66,7 +66,7 @@ def compare(
     left, right = open_dump(reference), open_dump(actual)
     rules, golden_valid, numerics = _golden(left, right, tolerances, rtol, atol)
     check_golden_schema(right)
-    right, notes = _our_form(left, right, ranks, names, half_split_rope)
+    right, notes = our_form(left, right, ranks, names, half_split_rope)
     options = Options(
         rules=rules,
         tie_margin=_tie_margin(tie_margin, numerics),
@@ -91,7 +91,8 @@ def compare(
     return Report(tuple(results), headline(results), left.source, right.source, tuple(notes))
 
 
-def _our_form(left: Dump, right: Dump, ranks, names, half_split_rope) -> tuple[Dump, list[str]]:
+def our_form(left: Dump, right: Dump, ranks, names, half_split_rope) -> tuple[Dump, list[str]]:
+    """The actual dump `right` with ranks joined, names translated and rotated vectors reordered, and notes about it."""
     notes: list[str] = []
     if ranks:
         right, more = join_ranks(right, ranks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from refmodel.golden.bundle import Bundle
 from refmodel.golden.dump import Dump, open_dump
 from refmodel.golden.headline import reason
 from refmodel.golden.judge import status_of
@@ -123,6 +124,20 @@ def locate(
     notes = _notes(dump, replays, results)
     report = Report(tuple(results), _headline(results, findings), "replay from its own inputs", dump.source, notes)
     return Location(report, findings)
+
+
+def locate_from_golden(model, golden: Bundle, actual, **options) -> Location:
+    """`locate` with tokens, requests and form of attention as the golden of `refmodel dump` states them.
+
+    model: the checkpoint that the golden was made of. Raises ValueError if the golden does not state its prompts.
+    """
+    prompts = [name for name in golden.order if re.fullmatch(r"request\.\d+\.prompt", name)]
+    if not prompts:
+        raise ValueError("the golden states no prompts (request.N.prompt); locate needs them to replay the model")
+    ids = [np.asarray(golden.tensors[name]) for name in sorted(prompts, key=lambda n: int(n.split(".")[1]))]
+    phase = golden.extra.get("phase", "prefill")
+    lengths = tuple(len(row) for row in ids)
+    return locate(model, actual, token_ids=np.concatenate(ids), lengths=lengths, phase=phase, **options)
 
 
 def _context(model, dump: Dump, token_ids, lengths, phase) -> Context:
@@ -278,7 +293,7 @@ def _headline(results: list[TensorResult], findings: tuple[Finding, ...]) -> str
 def _notes(dump: Dump, replays: list[Replay], results) -> tuple[str, ...]:
     made = {name for replay in replays for name in replay.maker}
     later = sum(name.startswith("step.") for name in dump)
-    unknown = [n for n in dump if n not in made and not n.startswith("step.")]
+    unknown = [n for n in dump if n not in made and not n.startswith(("step.", "request."))]
     absent = [n for n in replays[0].maker if n not in dump]
     notes = [f"{later} tensors of later steps are not replayed"] if later else []
     if unknown:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from refmodel.golden import write_bundle
-from refmodel.tensor_file import save_tensors
+from refmodel.tensor_file import load_tensors, save_tensors
 from scripts import compare
 
 
@@ -119,3 +119,34 @@ def test_html_is_written_beside_the_text(files, capsys):
     assert run(files / "golden.safetensors", files / "scaled.npz", "--html", files / "page.html") == 1
     assert "diverges first" in capsys.readouterr().out
     assert "layers.0.attn_core.out diverges first" in (files / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def example_golden(tmp_path_factory):
+    from refmodel import Model, record
+    from refmodel.presets import EXAMPLE
+
+    model = Model.from_pretrained(EXAMPLE, numerics="bfloat16")
+    ids = np.frombuffer(b"to be or not to be", np.uint8).astype(np.int64)
+    with record() as tensors:
+        model.forward(ids)
+    path = tmp_path_factory.mktemp("golden") / "golden.safetensors"
+    write_bundle(path, {**tensors, "request.0.prompt": ids}, model.config, "bfloat16", extra={"phase": "prefill"})
+    return path
+
+
+def test_replay_names_the_operator_and_the_mistake(example_golden, tmp_path, capsys):
+    assert run(example_golden, example_golden, "--replay", "example") == 0
+    assert capsys.readouterr().out.startswith("every operator holds on its own inputs")
+    tensors = load_tensors(example_golden)
+    residual = tensors["layers.1.merge.residual"]
+    residual[:] = (residual.astype(np.float32) + tensors["layers.1.merge.moe"].astype(np.float32)).astype(
+        residual.dtype
+    )
+    save_tensors(tmp_path / "bad.safetensors", tensors)
+    assert run(example_golden, tmp_path / "bad.safetensors", "--replay", "example", "--json") == 1
+    values = json.loads(capsys.readouterr().out)
+    assert values["first"] == "layers.1.merge.residual"
+    assert values["findings"][0]["mistake"] == "branch_twice"
+    with pytest.raises(ValueError, match="do not go with it"):
+        run(example_golden, example_golden, "--replay", "example", "--rtol", "1")
