@@ -57,6 +57,8 @@ def _print(check: Check, args: argparse.Namespace) -> None:
     print(check.headline)
     for line in (*check.details, *(f"note: {note}" for note in check.notes)):
         print(line)
+    if check.logits is not None:
+        print(f"logits differ by at most {check.logits:.1e} of their root mean square")
     if check.worst:
         print("largest difference, relative to the root mean square of the tensor:")
         for part, (name, value) in check.worst.items():

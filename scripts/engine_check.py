@@ -33,6 +33,7 @@ class Check:
     details: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     worst: dict[str, tuple[str, float]] = field(default_factory=dict)
+    logits: float | None = None  # largest difference of the logits, relative to their root mean square
     first: str | None = None
     cause: str | None = None
     speculation: dict = field(default_factory=dict)
@@ -74,6 +75,8 @@ def check_capture(
     )
     check = Check(captured.result.engine, len(captured.ranks), report.ok, report.headline, notes=list(captured.notes))
     check.worst = worst_by_part(ours, theirs)
+    if "final.logits" in theirs:
+        check.logits = of_rms(theirs["final.logits"], ours["final.logits"])
     if report.first is not None and report.first.name in ours:
         _explain(check, report.first, model, tokens[0], ours, captured, tolerance)
     _check_logprobs(check, captured, ours, tokens[0])

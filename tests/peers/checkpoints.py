@@ -109,6 +109,18 @@ ENGINE_SPECS = (
         bias_offset=2.0,
         seed=13,
     ),
+    Spec(
+        "engine_no_yarn",
+        {
+            **ENGINE_WIDTHS,
+            "hidden_size": 256,
+            "rope_scaling": None,
+            "rope_theta": 50000.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        seed=14,
+    ),
 )
 
 

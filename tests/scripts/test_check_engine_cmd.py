@@ -32,6 +32,7 @@ def test_an_engine_that_computes_as_we_do_agrees(folder):
     assert result.headline.startswith("equal: ")
     assert set(result.worst) == {"embed", "layers.0", "layers.1", "layers.2", "final"}
     assert max(value for _, value in result.worst.values()) < 1e-4
+    assert 0 < result.logits < 1e-4
     json.dumps(result.to_json())
 
 
