@@ -61,7 +61,8 @@ class _TreeExchange(LocalExchange):
 
     def combine_recv(self):
         physical = self._choose(self._topk_idx)
-        return self._reduce(self._rows, physical, num_experts=self._num_physical, topk_weights=self._topk_weights)
+        rows = self._rows[np.maximum(self._index, 0)]  # [T, K, D]; what stands at a slot of -1 is not read
+        return self._reduce(rows, physical, num_experts=self._num_physical, topk_weights=self._topk_weights)
 
 
 class ReferenceModel(Model):

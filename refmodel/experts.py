@@ -9,6 +9,9 @@ from refmodel.linear import DenseWeight, Fp8Weight, linear
 from refmodel.numerics import Numerics, widen
 
 
+_CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
+
+
 class Expert(NamedTuple):
     """Weights of one gated MLP: gate and up side by side in one product [D, 2 I], and down [I, D]."""
 
@@ -25,10 +28,26 @@ class Pairs(NamedTuple):
 
 
 def swiglu(gate, up, *, dtype=np.float64):
-    """silu(gate) * up, unrounded, in `dtype`; any equal shapes."""
-    gate, up = widen(np.asarray(gate), np.dtype(dtype)), widen(np.asarray(up), np.dtype(dtype))
+    """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I]."""
+    gate, up = np.asarray(gate), np.asarray(up)
+    out = np.empty(gate.shape, np.dtype(dtype))
     with np.errstate(over="ignore"):
-        return gate / (1.0 + np.exp(-gate)) * up
+        for part in _slabs(gate):
+            g, o = widen(gate[part], out.dtype), out[part]
+            np.negative(g, out=o)
+            np.exp(o, out=o)
+            o += 1
+            np.divide(g, o, out=o)
+            o *= widen(up[part], out.dtype)
+    return out
+
+
+def _slabs(x):
+    """Index expressions that cover a matrix a few rows at a time, so that several passes over them stay in cache."""
+    if x.ndim != 2:
+        return [...]
+    step = max(1, _CACHED // max(1, x.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(x), step)]
 
 
 def quantize_rows(x, numerics: Numerics) -> BlockScaled:
@@ -66,10 +85,13 @@ def run_pairs(pairs: Pairs, apply, out: np.ndarray) -> np.ndarray:
 
     `apply(e, rows)` is expert e on rows [n, D] (an array, or quantised rows). Experts without rows are not called.
     """
-    ids, first = np.unique(pairs.expert, return_index=True)
-    ends = np.append(first[1:], len(pairs.expert))
-    for e, start, end in zip(ids.tolist(), first.tolist(), ends.tolist()):
+    counts = np.bincount(pairs.expert) if len(pairs.expert) else pairs.expert
+    ids = np.flatnonzero(counts)
+    ends = np.cumsum(counts[ids])
+    start = 0
+    for e, end in zip(ids.tolist(), ends.tolist()):
         out[start:end] = apply(e, take_rows(pairs.x, pairs.row[start:end]))
+        start = end
     return out
 
 
@@ -78,24 +100,28 @@ def take_rows(x, index):
     return x.rows(index) if isinstance(x, BlockScaled) else x[index]
 
 
-def weighted_sum(rows, topk_idx, topk_weights, numerics: Numerics) -> np.ndarray:
+def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     """The one-reduction combine: sum over slots in top-k order of weight * row, then one rounding.
 
-    rows [T, K, D] expert outputs (slots with id -1 are ignored, whatever they hold); result [T, D].
-    Product and running sum are each rounded to the wide dtype (float32; float64 in float64 numerics), as DeepEP's
-    low-latency combine does on the token's own rank (csrc/kernels/legacy/internode_ll.cu).
+    rows [P, D] expert outputs; index int [T, K] names the row of each slot, -1 for a slot without an expert; topk_weights
+    [T, K]; result [T, D]. Product and running sum are each rounded to the wide dtype (float32; float64 in float64
+    numerics), as DeepEP's low-latency combine does on the token's own rank (csrc/kernels/legacy/internode_ll.cu).
     """
-    T, K, D = rows.shape
-    wide = numerics.wide
-    total = np.zeros((T, D), wide)
-    weights = np.where(topk_idx >= 0, topk_weights, 0).astype(wide)
-    for k in range(K):
-        row = widen(rows[:, k], wide)
-        none = topk_idx[:, k] < 0
-        if none.any():
-            row = np.where(none[:, None], wide.type(0), row)
-        total += weights[:, k, None] * row
-    return numerics.store(total, "combined_row")
+    (T, K), D = index.shape, rows.shape[1]
+    out = np.empty((T, D), numerics.activation)
+    step = max(1, _CACHED // max(1, D))
+    for start in range(0, T, step):
+        part = slice(start, start + step)
+        total = np.zeros((len(index[part]), D), numerics.wide)
+        for k in range(K):
+            present = index[part, k] >= 0
+            if present.all():
+                total += topk_weights[part, k, None] * widen(rows[index[part, k]], numerics.wide)
+            else:
+                weights = topk_weights[part, k][present, None]
+                total[present] += weights * widen(rows[index[part, k][present]], numerics.wide)
+        out[part] = numerics.store(total, "combined_row")
+    return out
 
 
 class LocalExchange:
@@ -129,18 +155,18 @@ class LocalExchange:
         return e
 
     def combine_send(self, rows):
-        """Put each pair's row [P, D] back into its slot."""
-        T, K = self._topk_idx.shape
-        slots = np.zeros((T * K, rows.shape[1]), rows.dtype)
-        slots[self._slots] = rows
-        self._rows = slots.reshape(T, K, rows.shape[1])
+        """Keep the pairs' rows [P, D], and which of them each slot gets."""
+        self._rows = rows
+        index = np.full(self._topk_idx.size, -1, np.int64)
+        index[self._slots] = np.arange(len(rows))
+        self._index = index.reshape(self._topk_idx.shape)
 
     def combine_forward(self):
         """No hop in between."""
 
     def combine_recv(self) -> np.ndarray:
         """Combined rows [T, D]."""
-        return weighted_sum(self._rows, self._topk_idx, self._topk_weights, self._numerics)
+        return weighted_sum(self._rows, self._index, self._topk_weights, self._numerics)
 
 
 def moe(x, routing, experts, numerics: Numerics | None = None) -> np.ndarray:

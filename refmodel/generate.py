@@ -31,6 +31,7 @@ class Work(NamedTuple):
     phase: str
     prefix: str = ""  # of the names of its tensors
     mtp: bool = False
+    last_only: bool = False  # logits of each request's last token alone, which is all that sampling needs
 
 
 class Step(NamedTuple):

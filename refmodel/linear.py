@@ -92,32 +92,24 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     Leading axes (heads, key blocks) are separate products of one shape and broadcast as in np.matmul.
     `matrix` is C-contiguous in its last two axes, or a transposed view of such.
     """
-    T, N = x.shape[-2], matrix.shape[-1]
-    lead = np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
-    counts = row_counts(matrix[(0,) * (matrix.ndim - 2)])
-    plan = counts.plan(T)
-    if len(plan) == 1 and plan[0][1] == T:
+    T = x.shape[-2]
+    runs = row_counts(matrix).plan(T)
+    if len(runs) == 1 and runs[0][1:] == (T, 1):
         return np.matmul(x, matrix)
-    out = np.empty((*lead, T, N), x.dtype)
-    for start, count, calls in _runs(plan):
+    lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
+    out = np.empty((*lead, T, matrix.shape[-1]), x.dtype)
+    for start, count, calls in runs:
         stop = min(start + count * calls, T)
         rows = x[..., start:stop, :]
         if stop - start < count * calls:  # the last call reaches past the end: zero rows
             padded = np.zeros((*x.shape[:-2], count * calls, x.shape[-1]), x.dtype)
             padded[..., : stop - start, :] = rows
             rows = padded
-        rows = rows.reshape(*x.shape[:-2], calls, count, x.shape[-1])
-        product = np.matmul(rows, matrix[..., None, :, :])  # [..., calls, count, N]
-        out[..., start:stop, :] = product.reshape(*lead, calls * count, N)[..., : stop - start, :]
-    return out
-
-
-def _runs(plan):
-    """Neighbouring calls of one count, as (start, count, number of calls)."""
-    runs = []
-    for start, count in plan:
-        if runs and runs[-1][1] == count:
-            runs[-1] = (runs[-1][0], count, runs[-1][2] + 1)
+        if calls == 1:
+            product = np.matmul(rows, matrix)  # [..., count, N]
         else:
-            runs.append((start, count, 1))
-    return runs
+            rows = rows.reshape(*x.shape[:-2], calls, count, x.shape[-1])
+            product = np.matmul(rows, matrix[..., None, :, :])  # [..., calls, count, N]
+            product = product.reshape(*lead, calls * count, matrix.shape[-1])
+        out[..., start:stop, :] = product[..., : stop - start, :]
+    return out

@@ -111,19 +111,28 @@ class Model:
         """New tokens after several prompts, with the caches and the count of accepted drafts."""
         return generate(self, [self.check_ids(prompt) for prompt in prompts], max_new_tokens, **settings)
 
-    def step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
-        """One pass of the main model over the tokens of several requests; their caches grow."""
-        return self.begin(Work(items, phase, prefix)).run()
+    def step(self, items: list[Item], phase: str, prefix: str = "", last_only: bool = False) -> list[Step]:
+        """One pass of the main model over the tokens of several requests; their caches grow.
+
+        last_only: logits [1, vocab] of each request's last token alone, which is all that sampling needs.
+        """
+        return self.begin(Work(items, phase, prefix, last_only=last_only)).run()
 
     def mtp_step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the MTP layer over (hidden, token) pairs of several requests."""
         return self.begin(Work(items, phase, prefix, mtp=True)).run()
+
+    def fresh(self) -> "Model":
+        """The engine as if nothing had run on it: a model keeps nothing, so itself."""
+        return self
 
     def begin(self, work: Work) -> Pass:
         """A pass of which nothing has run yet."""
         items, mtp = work.items, work.mtp
         program = mtp_program(self.config) if mtp else main_program(self.config)
         values = {"mtp_input": np.concatenate([item.hidden for item in items])} if mtp else {}
+        if work.last_only:
+            values["head_rows"] = np.cumsum([len(item.token_ids) for item in items]) - 1
         batch = make_batch(items, work.phase, self.numerics.switches.mtp_position_shift if mtp else 0)
         state = State(self.weights, batch, lambda layer: self._exchange(items, layer), Scope(work.prefix), values)
         operations = (Operation(stage, layer, state) for stage, layer in program)
@@ -156,11 +165,12 @@ def finish(work: Work, values: dict) -> list[Step]:
 
 
 def split_steps(items: list[Item], values: dict) -> list[Step]:
-    """The rows of each item."""
+    """The rows of each item; one row of logits each where the head read last rows only."""
     steps, start = [], 0
-    for item in items:
+    for number, item in enumerate(items):
         rows = slice(start, start + len(item.token_ids))
-        steps.append(Step(values["logits"][rows], values["mtp_hidden"][rows]))
+        logits = values["logits"][number : number + 1] if "head_rows" in values else values["logits"][rows]
+        steps.append(Step(logits, values["mtp_hidden"][rows]))
         start = rows.stop
     return steps
 

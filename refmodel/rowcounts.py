@@ -48,14 +48,18 @@ class RowCounts:
                 return False
         return True
 
-    def plan(self, rows: int) -> list[tuple[int, int]]:
-        """Split `rows` into (start, count) calls with allowed counts; the last may reach past the end (zero rows)."""
+    def plan(self, rows: int) -> list[tuple[int, int, int]]:
+        """Split `rows` into runs (start, count, calls) of allowed counts; the last call may reach past the end."""
         if rows not in self._plans:
-            calls, start = [], 0
+            runs, start = [], 0
             while start < rows:
-                calls.append((start, self._next(rows - start)))
-                start += calls[-1][1]
-            self._plans[rows] = calls
+                count = self._next(rows - start)
+                if runs and runs[-1][1] == count:
+                    runs[-1] = (runs[-1][0], count, runs[-1][2] + 1)
+                else:
+                    runs.append((start, count, 1))
+                start += count
+            self._plans[rows] = runs
         return self._plans[rows]
 
     def _next(self, left: int) -> int:
@@ -73,7 +77,7 @@ def _like(matrix):
     rng = np.random.default_rng(12345)
     pattern = rng.standard_normal(4099) * np.exp2(rng.integers(-8, 9, 4099))
     filled = np.resize(pattern, matrix.size).astype(matrix.dtype)
-    if matrix.flags.c_contiguous:
+    if matrix.strides[-1] == matrix.itemsize:
         return filled.reshape(matrix.shape)
     return filled.reshape(matrix.shape[::-1]).T
 
@@ -92,8 +96,9 @@ _KNOWN: dict = {}  # a fact about the BLAS of this process, found once
 
 
 def row_counts(matrix: np.ndarray) -> RowCounts:
-    """RowCounts for a [K, N] operand: C-contiguous, or the transposed view of a C-contiguous [N, K]."""
-    key = (*matrix.shape, matrix.dtype.str, matrix.flags.c_contiguous)
-    if key not in _KNOWN:
-        _KNOWN[key] = RowCounts(matrix)
-    return _KNOWN[key]
+    """RowCounts for [..., K, N] operands: C-contiguous in the last two axes, or transposed views of such."""
+    key = (matrix.shape[-2], matrix.shape[-1], matrix.dtype, matrix.strides[-1] == matrix.itemsize)
+    known = _KNOWN.get(key)
+    if known is None:
+        known = _KNOWN[key] = RowCounts(matrix[(0,) * (matrix.ndim - 2)])
+    return known
