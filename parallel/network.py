@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,15 @@ class NotDelivered(ValueError):
 
 class Disagreement(ValueError):
     """Two ranks understand one exchange differently."""
+
+
+class Parcel(NamedTuple):
+    """What one rank sent to another that the other has not taken yet; control words travel beside the rows."""
+
+    tag: Tag
+    src: int
+    dst: int
+    rows: int
 
 
 class Network:
@@ -97,6 +107,17 @@ class Network:
     def pending(self) -> list[tuple[Tag, int]]:
         """Exchanges of which a part was sent and not taken, with the number of such parts."""
         return [(tag, left) for tag, left in self._left.items() if left]
+
+    def under_way(self) -> list[Parcel]:
+        """Every packet that was sent and not taken, empty ones included, in the order of sending."""
+        parcels = []
+        for tag, sent in self._sent.items():
+            taken = self._taken.get(tag)
+            for src, outgoing in sent.items():
+                for dst in outgoing.destinations:
+                    if taken is None or not taken[src, dst]:
+                        parcels.append(Parcel(tag, src, dst, int(outgoing.splits[dst])))
+        return parcels
 
     def _outgoing(
         self, src, arrays, splits, tag, destinations, starts, control, control_to, lengths, terms

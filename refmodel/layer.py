@@ -275,7 +275,11 @@ def stages_of(config, layer: int) -> tuple[Stage, ...]:
     return MOE_LAYER if config.is_moe_layer(layer) else DENSE_LAYER
 
 
+def stage_scope(state: State, stage: Stage, layer: int | None = None) -> Scope:
+    """Where the tensors of one stage of one layer are named."""
+    return state.scope.under(stage.name if layer is None else f"layers.{layer}.{stage.name}")
+
+
 def run_stage(state: State, stage: Stage, layer: int | None = None):
     """Run one stage of one layer (None for embed and the main model's final) and name its tensors."""
-    prefix = stage.name if layer is None else f"layers.{layer}.{stage.name}"
-    stage.run(state, layer, state.scope.under(prefix))
+    stage.run(state, layer, stage_scope(state, stage, layer))

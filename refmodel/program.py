@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from refmodel.generate import Step, Work
-from refmodel.layer import Stage, State, run_stage
+from refmodel.layer import Stage, State, stage_scope
+from refmodel.trace import Scope
 
 
 class Operation(NamedTuple):
@@ -22,9 +23,14 @@ class Operation(NamedTuple):
     rank: int = 0
     micro_batch: int = 0
 
+    @property
+    def scope(self) -> Scope:
+        """Where its tensors are named."""
+        return stage_scope(self.state, self.stage, self.layer)
+
     def run(self):
         """Do it."""
-        run_stage(self.state, self.stage, self.layer)
+        self.stage.run(self.state, self.layer, self.scope)
 
 
 class Pass(NamedTuple):

@@ -47,6 +47,11 @@ class Recording(Mapping):
                 self._parts.setdefault(name, []).extend(parts)
         self._joined.clear()
 
+    def rows(self, name: str) -> np.ndarray | None:
+        """Global row numbers of the first axis, ascending, as far as they were recorded; None: the whole tensor."""
+        rows = [part.rows for part in self._parts[name]]
+        return None if any(part is None for part in rows) else np.sort(np.concatenate(rows))
+
     def __getitem__(self, name):
         if name not in self._joined:
             self._joined[name] = _join(name, self._parts[name])
