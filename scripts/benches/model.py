@@ -1,91 +1,161 @@
 """Speed of the model at size A: against transformers where it is installed, against BLAS, against itself."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 
+from refmodel import Model
 from refmodel.rowcounts import RowCounts
-from scripts.benches.size_a import SIZE_A, decode, flop_per_token, make_model, prefill
-from scripts.benches.timing import Row, interleave
+from scripts.benches import transformers_peer, vendor_peer
+from scripts.benches.environment import blas_threads
+from scripts.benches.size_a import QUICK, STANDARD, Size, decode, flop_per_token, prefill
+from scripts.benches.timing import Row, Session
 
-_SIDE = 2048  # of the square product that stands for the machine's peak
+_NAIVE_PEER, _ABSORBED_PEER = "transformers", "DeepSeek's inference code"
+_DECODE_LIMITS = {  # batch -> peer -> our speed over the peer's
+    1: {_NAIVE_PEER: ">= 3.5", _ABSORBED_PEER: ">= 2.2"},
+    32: {_NAIVE_PEER: ">= 8", _ABSORBED_PEER: ">= 1.9"},
+    128: {_NAIVE_PEER: ">= 8", _ABSORBED_PEER: ">= 1.6"},
+}
+_WIDE = replace(
+    STANDARD.config,
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    intermediate_size=4096,
+    n_routed_experts=64,  # 1.2 GB of weights in one layer
+    num_hidden_layers=2,
+)
 
 
-def measure(repeats: int) -> list[Row]:
-    """Prefill, decode, the price of bit-invariant rows, and the other numerics."""
-    fast = make_model("float32", "float32")
-    rows = _prefill(fast, repeats) + _decode(fast, repeats)
-    return rows + _invariance(fast, repeats) + _numerics(fast, repeats)
+def measure(session: Session) -> list[Row]:
+    """Prefill, decode, the price of bit-invariant rows, the other numerics, and a wider model."""
+    size = QUICK if session.quick else STANDARD
+    model = Model.random(size.config, 0, numerics="float32", compute="float32")
+    peers = transformers_peer.Peer.found(size.config), vendor_peer.Peer.found(size.config, session.vendor)
+    rows = _prefill(session, size, model, peers) + _decode(session, size, model, peers)
+    return rows + _invariance(session, size, model) + _numerics(session, size, model) + _wide(session, size)
 
 
-def _square(dtype):
-    a = np.random.default_rng(0).standard_normal((_SIDE, _SIDE)).astype(dtype)
+def _square(side: int):
+    a = np.random.default_rng(0).standard_normal((side, side)).astype(np.float32)
     return lambda: a @ a
 
 
-def _prefill(model, repeats):
-    candidates = {"sgemm": _square(np.float32)}
-    candidates |= {f"prefill {batch} x 512": prefill(model, batch) for batch in (1, 4)}
-    peers = _peers("prefill")
-    times = interleave({**candidates, **peers}, repeats)
-    peak = 2 * _SIDE**3 / times["sgemm"].cpu
-    rows = [Row("sgemm 2048", peak / 1e9, "GFLOP/s")]
-    for batch, limit in ((1, ""), (4, ">= 0.6")):
-        name = f"prefill {batch} x 512"
-        rate = batch * 512 * flop_per_token(SIZE_A, 256) / times[name].cpu
-        rows.append(Row(name, times[name].cpu * 1e3, "ms", rate / peak, "sgemm rate, one thread", limit))
-        rows += _against_peers(name, times, peers, ">= 1.4")
+def _prefill(session, size: Size, model, peers):
+    ours = {_prefill_name(size, batch): prefill(model, batch, size.tokens) for batch in size.prompts}
+    theirs = {batch: _of_peers(peers, "prefill", batch, size.tokens) for batch in size.prompts}
+    flat = {f"{peer}, {batch} prompts": run for batch, runs in theirs.items() for peer, run in runs.items()}
+    times = session.interleave({"sgemm": _square(size.square), **ours, **flat})
+    peak = 2 * size.square**3 / times["sgemm"].seconds
+    rows = [Row(f"sgemm {size.square}", peak, "FLOP/s", spread=times["sgemm"].spread)]
+    for batch in size.prompts:
+        name = _prefill_name(size, batch)
+        limit = "" if batch == 1 else _peak_limit()
+        work = batch * size.tokens * flop_per_token(size.config, size.tokens / 2)
+        rows.append(_share_of_peak(session, name, times[name], work, peak, limit))
+        found = {peer: times[f"{peer}, {batch} prompts"] for peer in theirs[batch]}
+        rows += _against(session, name, times[name], found, {_NAIVE_PEER: ">= 1.4"})
     return rows
 
 
-def _decode(model, repeats):
+def _prefill_name(size: Size, batch: int) -> str:
+    return f"prefill {batch} x {size.tokens}"
+
+
+def _peak_limit() -> str:
+    return ">= 0.6" if blas_threads() == 1 else ">= 0.45"
+
+
+def _share_of_peak(session, name, timing, work, peak, limit) -> Row:
+    against = f"sgemm rate, {blas_threads()} thread(s)"
+    return Row(name, timing.seconds, "s", work / timing.seconds / peak, against, session.limit(limit), timing.spread)
+
+
+def _decode(session, size: Size, model, peers):
     rows = []
-    for batch, limit in ((1, ">= 3.5"), (32, ">= 8"), (128, ">= 8")):
-        name = f"decode {batch}, context 512"
-        peers = _peers("decode", batch)
-        times = interleave({name: decode(model, batch), **peers}, repeats)
-        rows.append(Row(name, times[name].cpu * 1e3, "ms"))
-        rows += _against_peers(name, times, peers, limit)
+    for batch in size.decoding:
+        name = f"decode {batch}, context {size.tokens}"
+        theirs = _of_peers(peers, "decode", batch, size.tokens)
+        times = session.interleave({name: decode(model, batch, size.tokens), **theirs})
+        rows.append(Row(name, times[name].seconds, "s", spread=times[name].spread))
+        rows += _against(session, name, times.pop(name), times, _DECODE_LIMITS.get(batch, {}))
     return rows
 
 
-def _peers(kind, batch=None):
-    from scripts.benches.transformers_peer import candidates
-
-    return candidates(kind, batch)
-
-
-def _against_peers(name, times, peers, limit):
-    mine = [peer for peer in peers if peer.startswith(name)]
-    if not mine:
-        return []
-    best = min(mine, key=lambda peer: times[peer].cpu)
-    return [Row(name, times[best].cpu * 1e3, "ms", times[best].cpu / times[name].cpu, f"us; {best}", limit)]
+def _of_peers(peers, kind, batch, tokens) -> dict:
+    """name -> function of all peers that are here; a name begins with its peer's."""
+    return {name: run for peer in peers if peer for name, run in peer.candidates(kind, batch, tokens).items()}
 
 
-def _invariance(model, repeats):
+def _against(session, name, mine, theirs, limits):
+    """Our speed over each peer's best setting."""
+    rows = []
+    for peer in (_NAIVE_PEER, _ABSORBED_PEER):
+        settings = {setting: timing for setting, timing in theirs.items() if setting.startswith(peer)}
+        if settings:
+            best = min(settings, key=lambda setting: settings[setting].seconds)
+            ratio = settings[best].seconds / mine.seconds
+            limit = session.limit(limits.get(peer, ""))
+            rows.append(Row(name, settings[best].seconds, "s", ratio, f"speed of {best}", limit, settings[best].spread))
+    return rows
+
+
+def _invariance(session, size: Size, model):
     """The same model with whatever row counts come: what the rules of `refmodel.rowcounts` cost."""
+    slow_kernel = not _any_count_is_allowed(model)
+    batch, limit = size.prompts[-1], "<= 2.1" if slow_kernel else "<= 1.2"
+    cases = [(_prefill_name(size, batch), prefill(model, batch, size.tokens), limit)]
+    for batch in size.decoding if session.quick else (1, 8, 32, 128):
+        limit = "<= 2" if batch == 1 else "<= 1.5"
+        cases.append((f"decode {batch}, context {size.tokens}", decode(model, batch, size.tokens), limit))
     rows = []
-    cases = [("prefill 4 x 512", prefill(model, 4), "<= 1.2"), ("decode 1", decode(model, 1), "<= 2.0")]
-    cases += [(f"decode {batch}", decode(model, batch), "<= 1.5") for batch in (8, 32, 128)]
     for name, run, limit in cases:
-
-        def free(run=run):
-            with mock.patch.object(RowCounts, "plan", lambda self, rows: [(0, rows)] if rows else []):
-                run()
-
-        times = interleave({"ruled": run, "free": free}, repeats)
-        ratio = times["ruled"].cpu / times["free"].cpu
-        rows.append(Row(f"{name}, rows independent", times["ruled"].cpu * 1e3, "ms", ratio, "plain products", limit))
+        times = session.interleave({f"{name}, by the rules": run, f"{name}, plain products": _without_rules(run)})
+        ruled, free = times.values()
+        ratio = ruled.seconds / free.seconds
+        rows.append(Row(f"{name}, rows independent", ruled.seconds, "s", ratio, "plain products", session.limit(limit),
+                        ruled.spread))  # fmt: skip
     return rows
 
 
-def _numerics(fast, repeats):
-    exact, narrow = make_model("float32", "float64"), make_model("fp8", "float64")
-    runs = {"float32": prefill(fast, 4), "float64": prefill(exact, 4), "fp8": prefill(narrow, 4)}
-    times = interleave(runs, max(1, repeats // 2))
+def _any_count_is_allowed(model) -> bool:
+    """Whether the BLAS kernel keeps long calls independent of their rows; AVX2 kernels do not."""
+    width = model.config.hidden_size
+    return RowCounts(np.ones((width, width), np.float32)).allowed(256)
+
+
+def _without_rules(run):
+    def free():
+        with mock.patch.object(RowCounts, "plan", lambda self, rows: [(0, rows, 1)] if rows else []):
+            run()
+
+    return free
+
+
+def _numerics(session, size: Size, fast):
+    batch = size.prompts[-1]
+    runs = {"float32": prefill(fast, batch, size.tokens)}
+    for name in ("float64", "fp8"):
+        numerics = "float32" if name == "float64" else name
+        model = Model.random(size.config, 0, numerics=numerics, compute="float64")
+        runs[name] = prefill(model, batch, size.tokens)
+    times = session.interleave(runs)
     return [
-        Row(f"prefill 4 x 512, {name}", times[name].cpu * 1e3, "ms", times["float32"].cpu / times[name].cpu,
-            "speed of float32 compute", limit)
-        for name, limit in (("float64", ">= 0.45"), ("fp8", ">= 0.2"))
+        Row(f"{_prefill_name(size, batch)}, {what}", times[name].seconds, "s",
+            times["float32"].seconds / times[name].seconds, "speed of float32 compute", session.limit(limit),
+            times[name].spread)
+        for name, what, limit in (("float64", "float64 compute", ">= 0.45"), ("fp8", "fp8 numerics", ">= 0.2"))
     ]  # fmt: skip
+
+
+def _wide(session, size: Size):
+    """Hidden 2048 with expert width 768, where products are large enough to come near the peak."""
+    config = size.config if session.quick else _WIDE
+    model = Model.random(config, 0, numerics="float32", compute="float32")
+    batch = size.prompts[-1]
+    name = f"{_prefill_name(size, batch)}, hidden {config.hidden_size}"
+    times = session.interleave({"sgemm": _square(size.square), name: prefill(model, batch, size.tokens)})
+    peak = 2 * size.square**3 / times["sgemm"].seconds
+    work = batch * size.tokens * flop_per_token(config, size.tokens / 2)
+    return [_share_of_peak(session, name, times[name], work, peak, ">= 0.6")]

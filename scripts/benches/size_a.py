@@ -1,8 +1,11 @@
-"""Size A, the standard size of the model benchmarks, and batches of it."""
+"""Size A, the standard size of the model benchmarks, a tiny one, and batches to run on either."""
+
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from refmodel import Model, ModelConfig
+from refmodel import ModelConfig
 from refmodel.generate import Item
 
 SIZE_A = ModelConfig(
@@ -27,6 +30,37 @@ SIZE_A = ModelConfig(
 )
 
 
+TINY = replace(
+    SIZE_A,
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    n_routed_experts=16,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+)
+
+
+class Size(NamedTuple):
+    """A model and the batches that are run on it."""
+
+    config: ModelConfig
+    tokens: int  # of a prompt, and cached by a request that decodes
+    prompts: tuple[int, ...]  # requests in a prefill
+    decoding: tuple[int, ...]  # requests in a decode step
+    square: int  # of the product that stands for the machine's peak
+
+
+STANDARD = Size(SIZE_A, 512, (1, 4), (1, 32, 128), 2048)
+QUICK = Size(TINY, 16, (1, 2), (1, 2), 64)
+
+
 def flop_per_token(config, context: float) -> float:
     """Multiply-adds times two of one token at a mean context, naive form: what a perfect program must do."""
     D, H = config.hidden_size, config.num_attention_heads
@@ -41,12 +75,7 @@ def flop_per_token(config, context: float) -> float:
     return 2 * layers
 
 
-def make_model(numerics: str, compute: str) -> Model:
-    """Random weights of size A."""
-    return Model.random(SIZE_A, 0, numerics=numerics, compute=compute)
-
-
-def prefill(model, batch: int, tokens: int = 512):
+def prefill(model, batch: int, tokens: int):
     """A function that prefills `batch` prompts of `tokens` with logits of the last token only."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.config.vocab_size, tokens) for _ in range(batch)]
@@ -60,7 +89,7 @@ def prefill(model, batch: int, tokens: int = 512):
     return run
 
 
-def decode(model, batch: int, context: int = 512):
+def decode(model, batch: int, context: int):
     """A function that decodes one token for each of `batch` requests with `context` cached tokens."""
     first = prefill(model, 1, context)()[0].cache
     pool = model.new_pool()
