@@ -173,6 +173,16 @@ def test_e4m3_by_e5m2_is_split_into_exact_bands():
             assert Fraction(float(got[0, j])) == float32(exact)
 
 
+def test_bands_are_added_with_one_rounding():
+    """2^29 + 2^5 is a tie of float32, and 2^-25 above it is lost in a float64 sum of both bands."""
+    a, b = np.full((1, 66), 2.0**8), np.full((1, 66), 2.0**15)
+    a[0, 64:], b[0, 64:] = [2.0**5, 2.0**-9], [1.0, 2.0**-16]
+    assert float((a @ b.T)[0, 0]) == 2.0**29 + 2.0**5
+    one = np.ones((1, 1), F)
+    got = gemm(BlockScaled(encode(a, E4M3), one), BlockScaled(encode(b, E5M2), one), out_dtype=F)
+    assert got[0, 0] == 2.0**29 + 2.0**6
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_e4m3_by_e5m2_equals_fractions(swap):
     rng = np.random.default_rng(9)

@@ -136,6 +136,18 @@ def test_recipe_equals_its_formulas_at_every_power_of_two(name, scale_format):
     hold(name, scale_format, sample_amax(step=1) + random)
 
 
+@pytest.mark.parametrize(("name", "scale_format"), CASES)
+def test_recipe_equals_its_formulas_on_bfloat16(name, scale_format):
+    """bfloat16 inputs make ties common: dividing, and multiplying by either reciprocal, then differ in some codes."""
+    x = np.random.default_rng(4).standard_normal((400, 128)).astype(ml_dtypes.bfloat16)
+    got = quantize(x, recipe=name, scale_format=scale_format)
+    for row, values in enumerate(x.astype(F)):
+        scale, (scaled,) = ORACLES[name](np.abs(values).max(), [values], scale_format == "ue8m0")
+        assert got.scale[row, 0] == scale
+        expected = np.clip(scaled, F(-448), F(448)).astype(E4M3.dtype)
+        np.testing.assert_array_equal(got.codes[row].view(np.uint8), expected.view(np.uint8))
+
+
 def test_every_recipe_has_an_oracle():
     assert set(ORACLES) == set(RECIPES)
 

@@ -49,6 +49,14 @@ def test_bfloat16_values_and_ties_stay_right():
             assert Fraction(float(got)) == bfloat16(Fraction(value * factor))
 
 
+def test_neighbours_of_ties_among_narrow_values():
+    """Inexact values whose float32 lies one step beside a tie, among so many narrow ones that all are looked at."""
+    x = np.ones(64)
+    x[5] = 1 + 2**-8 + 2**-23 - 2**-30  # above the tie: up
+    x[9] = 1 + 2**-7 + 2**-8 - 2**-23 + 2**-30  # below the tie of an odd value: down
+    assert to_bfloat16(x)[[5, 9]].astype(np.float64).tolist() == [1 + 2**-7, 1 + 2**-7]
+
+
 @given(st.lists(st.floats(-3e38, 3e38), min_size=1, max_size=20))
 def test_one_rounding_of_any_float64(values):
     for value, got in zip(values, to_bfloat16(np.array(values))):

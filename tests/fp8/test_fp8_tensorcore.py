@@ -141,6 +141,15 @@ def test_block_scales_act_inside_a_blackwell_instruction():
         assert Fraction(float(got)) == expected
 
 
+def test_subnormal_results_are_cut_not_rounded():
+    scale = np.array([2.0**-75], F)
+    for value, expected in ((1.5, 0.0), (3.5, 2.0**-149), (-3.5, -(2.0**-149))):  # times 2^-150
+        got = mma_step(
+            encode(np.array([[value]]), E4M3), encode(np.ones((1, 1)), E4M3), None, "blackwell", scale, scale
+        )
+        assert got[0, 0] == expected
+
+
 def chain(a, b, block_k, bits, scales=None):
     """Partial sums of each block as a chain of instructions over it (or one chain with scale exponents)."""
     partials, total = [], Fraction(0)
@@ -218,6 +227,8 @@ def test_rows_of_a_hopper_gemm_do_not_depend_on_panels():
     rule = GemmRule("hopper", "fma", "scales_first")
     whole = gemm(a, b, **rule._asdict(), out_dtype=F)
     np.testing.assert_array_equal(gemm(a.rows([139, 3]), b, **rule._asdict(), out_dtype=F), whole[[139, 3]])
+    tail = BlockScaled(b.codes[512:], b.scale[4:], b.block)
+    np.testing.assert_array_equal(gemm(a, tail, **rule._asdict(), out_dtype=F), whole[:, 512:])
 
 
 def test_errors():
