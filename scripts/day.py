@@ -13,7 +13,7 @@ from pathlib import Path
 from parallel.serving import published
 from parallel.serving.charts import bar_chart, step_chart
 from parallel.serving.day_report import day_figures, decode_ranges
-from parallel.serving.economics import Market
+from parallel.serving.economics import Market, revenue_range
 from parallel.serving.fleet import Day, Rates, load_day
 
 
@@ -35,11 +35,12 @@ def run(args: argparse.Namespace) -> int:
     day = published.published_day() if own else load_day(args.csv)
     rates = Rates(args.prefill_rate, args.decode_rate)
     market = Market(args.paid_share, args.v3_share, args.off_peak)
-    if args.gpu_hour <= 0:
+    if not args.gpu_hour > 0:
         raise ValueError(f"--gpu-hour {args.gpu_hour}: dollars per GPU hour must be positive")
     most = args.max_nodes if args.max_nodes is not None or not own else published.PEAK_NODES
     figures = day_figures(day, rates, market, args.gpu_hour, most)
     if own:
+        figures["income_list_range_dollars"] = list(revenue_range(day.traffic))
         figures["decode"] = decode_ranges(published.SPEED, rates, published.CONTEXT, published.TOKENS_PER_STEP)
     figures["charts"] = write_charts(Path(args.charts), day, figures)
     if args.json:

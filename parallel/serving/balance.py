@@ -73,6 +73,12 @@ def balance(cost, num_bins: int, policy: str = "balanced", start=None, capacity=
     return assess(cost, plain[policy](cost, start, room), start)
 
 
+def compare(cost, num_bins: int, start=None, capacity=None) -> dict[str, Balanced]:
+    """What every policy makes of the same items, `balanced` last."""
+    names = [*plain_policies(np.asarray(cost).shape[1]), "balanced"]
+    return {name: balance(cost, num_bins, name, start, capacity) for name in names}
+
+
 def plain_policies(dimensions: int) -> dict[str, Callable]:
     """Name -> function (cost, start, room) -> bins, of the policies that look at one item at a time, in order."""
     least = {

@@ -10,7 +10,6 @@ from parallel.serving.economics import (
     income,
     margin,
     revenue,
-    revenue_range,
 )
 from parallel.serving.fleet import Day, Rates, autoscale, need, prefill_without_cache, split, time_mean
 
@@ -31,7 +30,6 @@ def day_figures(day: Day, rates: Rates, market: Market, gpu_hour: float = 2.0, m
     listed = revenue(day.traffic, R1)
     kept = income(day.traffic, market, discounted_share(day.start_hour, day.hours))
     total_cost, total_listed = float(spent.sum()), float(listed.sum())
-    least, most = revenue_range(day.traffic)
     cold = None if day.traffic.hit_rate == 1 else prefill_without_cache(day, rates)
     freed = float(((peak - nodes) * day.hours).sum())
     return {
@@ -54,7 +52,6 @@ def day_figures(day: Day, rates: Rates, market: Market, gpu_hour: float = 2.0, m
         "cost_dollars": total_cost,
         "cost_per_million_output_dollars": total_cost / max(float(day.traffic.output.sum()), 1.0) * 1e6,
         "income_list_dollars": total_listed,
-        "income_list_range_dollars": [least, most],
         "margin_list": margin(total_listed, total_cost),
         "income_dollars": float(kept.sum()),
         "margin": margin(float(kept.sum()), total_cost),

@@ -116,7 +116,7 @@ def load_day(path) -> Day:
     more. Raises ValueError naming line, value and rule.
     """
     path = Path(path)
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
         rows = list(csv.DictReader(file))
     columns = list(rows[0]) if rows else []
     missing = [name for name in ("time", *_TOKEN_COLUMNS) if name not in columns]

@@ -9,6 +9,7 @@ import pytest
 
 import refmodel
 from parallel.deployment import Deployment
+from parallel.serving.balance_experts import balance_experts
 from parallel.serving.disagg import PrefillDecode
 from parallel.serving.engine import ModelEngine
 from parallel.serving.keys import Namespace
@@ -16,7 +17,11 @@ from parallel.serving.kv_store import KVStore
 from parallel.serving.requests import Status
 from parallel.serving.scheduler import Scheduler, SchedulerConfig
 from parallel.topology import Topology
+from refmodel.attention import attend
+from refmodel.cache import LatentCache
+from refmodel.flashmla import flash_decode
 from refmodel.model import Model
+from refmodel.trace import record
 
 EXAMPLE = Path(refmodel.__file__).parent / "example"
 TEXT = b"\tdef close(self):\n\t\traise ValueError('closed')\n\n\tif isinstance(value, str):\n\t\treturn self.name\n" * 4
@@ -158,6 +163,38 @@ def test_in_fp8_normal_dispatch_rounds_as_its_one_rank_reference():
     for i in range(4):
         assert system.decode.requests[i].generated == alone.decode.requests[i].generated
     assert system.decode.engine.stats == alone.decode.engine.stats
+
+
+def test_flash_decode_reads_the_pages_that_the_model_wrote():
+    """Dense decode over the model's own pages and block table equals `attend` over its rows."""
+    pool = model().new_pool()
+    caches = [LatentCache(pool) for _ in range(3)]
+    for turn in range(2):  # grown in turns, so that the block tables interleave
+        for number, length in enumerate((70, 1, 64)):
+            model().forward(list(TEXT[:length]), caches[number], "decode" if turn else "prefill")
+    lengths = np.array([held.length for held in caches])
+    table = np.full((3, 4), 2147480000)
+    for row, held in zip(table, caches):
+        row[: len(held.block_table)] = held.block_table
+    q = np.random.default_rng(0).standard_normal((3, 2, 4, 576))
+    for layer in range(3):
+        out, lse = flash_decode(q, pool.layer(layer)[:, :, None], table, lengths, softmax_scale=0.1, causal=True)
+        for i, held in enumerate(caches):
+            keys = held.rows(layer)[:, None]  # [S, 1, 576]
+            expected = attend(q[i], keys, keys[..., :512], 0.1, causal_offset=held.length - 2)
+            np.testing.assert_allclose(out[i], expected.out, rtol=1e-11, atol=1e-13)
+            np.testing.assert_allclose(lse[i].T, expected.lse, rtol=1e-12)
+
+
+def test_experts_on_loads_recorded_from_the_model():
+    with record() as tensors:
+        model().forward(list(TEXT[:300]))
+    names = [f"layers.{layer}.attn_core.router.topk_idx" for layer in (1, 2)]
+    load = np.stack([np.bincount(tensors[name].ravel(), minlength=256) for name in names])
+    assert (load.sum(axis=1) == 300 * 8).all()
+    before, after = (balance_experts(load, 288, 8, 4, 32, policy) for policy in ("contiguous", "balanced"))
+    assert (after.max_over_mean < before.max_over_mean / 1.5).all()
+    assert (after.over_bound >= 1).all()
 
 
 def random_trace(seed: int) -> tuple[int, int]:
