@@ -34,12 +34,14 @@ class Mistake(NamedTuple):
 
 
 def counter_cause(m: Measurement, total: Volumes, options: Options) -> str | None:
-    """The first mistake that brings a counter into its interval; None if none does."""
-    slack = 1 + options.slack
+    """The mistakes (at most two) that bring a counter into its interval, closest to the bytes alone first; None if none
+    does."""
+    slack, fitting = 1 + options.slack, []
     for mistake in _mistakes(m, total, options.mtu):
-        if m.high >= mistake.low * options.repeat / slack and m.low <= mistake.high * options.repeat * slack:
-            return mistake.name
-    return None
+        low, high = mistake.low * options.repeat, mistake.high * options.repeat
+        if low > 0 and m.high >= low / slack and m.low <= high * slack:
+            fitting.append((abs((m.low + m.high) / 2 - low) / low, mistake.name))
+    return ", or ".join(name for _, name in sorted(fitting)[:2]) or None
 
 
 def _mistakes(m: Measurement, total: Volumes, mtu: int) -> Iterator[Mistake]:
@@ -68,8 +70,9 @@ def _mistakes(m: Measurement, total: Volumes, mtu: int) -> Iterator[Mistake]:
 
 def _added(m: Measurement, total: Volumes) -> Iterator[tuple[str, float]]:
     """Bytes that are not among those counted."""
-    if m.quantity.startswith("nic"):
+    if m.quantity.startswith("nic") and total.dispatch in ("normal", "elastic"):
         yield "rows for the own node are included, as in DeepEP's metric", at(_own_node_rows(total, m.direction), m)
+    if m.quantity.startswith("nic"):
         yield "traffic by NVLink is included", at(total.matrix(m.direction, "nvlink"), m)
     if m.quantity != "pair":
         yield "the own rank's traffic is included", at(total.matrix(m.direction, "local"), m)

@@ -1,0 +1,102 @@
+"""`refmodel experts`: plans from load tables, recorded routing and the model's own run."""
+
+import json
+
+import numpy as np
+import pytest
+
+from parallel.eplb import gpu_loads
+from scripts import experts, main
+
+README = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+README_SIZES = ["--ranks", "8", "--ranks-per-node", "4", "--redundant", "4", "--groups", "4"]
+
+
+def call(capsys, *arguments, code=0):
+    assert main.main(["experts", *map(str, arguments)]) == code
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def table(tmp_path):
+    np.save(tmp_path / "loads.npy", README)
+    return tmp_path / "loads.npy"
+
+
+# deepseek-ai/EPLB README
+def test_the_documented_example(table, capsys):
+    content = json.loads(call(capsys, table, *README_SIZES, "--json"))
+    assert content["phy2log"][0] == [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]
+    assert content["groups_policy"] == "hierarchical"
+    assert content["after"]["max_load"] == [156, 179.5]
+    assert content["after"]["mean_over_max"] == pytest.approx([0.82772, 0.80501], abs=5e-6)
+    before = np.tile(np.arange(16) % 12, (2, 1))
+    assert content["before"]["max_load"] == gpu_loads(README, before, 8).max(axis=1).tolist()
+
+
+def test_the_table_names_the_policy_and_the_bytes(table, capsys):
+    text = call(capsys, table, *README_SIZES)
+    assert "policy deepseek: hierarchical (groups stay within nodes)" in text
+    assert "experts of 44,050,944 bytes move between ranks" in text
+    text = call(capsys, table, "--ranks", 6, "--ranks-per-node", 2, "--redundant", 0, "--groups", 4)
+    assert "policy deepseek: global (nodes do not divide the groups" in text
+
+
+def test_a_plan_that_is_in_use_moves_nothing(table, tmp_path, capsys):
+    call(capsys, table, *README_SIZES, "--policy", "balanced", "--out", tmp_path / "plan.npz")
+    stored = np.load(tmp_path / "plan.npz")
+    assert set(stored) == {"phy2log", "log2phy", "logcnt", "loads"}
+    again = [table, *README_SIZES, "--policy", "balanced", "--json", "--current", tmp_path / "plan.npz"]
+    content = json.loads(call(capsys, *again))
+    assert content["moved"]["bytes"] == {"local": 0, "nvlink": 0, "rdma": 0}
+    assert content["before"] == content["after"]
+    assert sum(content["after"]["duplicates"]) == 0
+
+
+def test_moved_bytes_are_whole_experts_with_scales(table, capsys):
+    sizes = ["--hidden", "256", "--intermediate", "128"]
+    content = json.loads(call(capsys, table, *README_SIZES, *sizes, "--json"))
+    moved = content["moved"]
+    assert moved["expert_bytes"] == 3 * 256 * 128 + 3 * 4 * 2
+    assert moved["bytes"]["nvlink"] + moved["bytes"]["rdma"] == moved["received_experts"] * moved["expert_bytes"]
+
+
+def test_loads_from_recorded_routing(capsys):
+    files = [f"tests/parallel/data/expert_distribution_recorder_{rank}.pt" for rank in (0, 1)]
+    content = json.loads(call(capsys, "--routing", *files, "--ranks", 2, "--redundant", 2, "--groups", 1, "--json"))
+    assert (content["layers"], content["experts"]) == (2, 4)
+    assert sum(content["after"]["mean_load"]) == 2 * 10  # tokens x top-2 over 2 ranks, by layer
+    stat = "tests/parallel/data/expert_distribution_recorder_stat.pt"
+    content = json.loads(call(capsys, stat, "--ranks", 2, "--redundant", 0, "--groups", 1, "--json"))
+    assert content["after"]["max_load"] == [57, 81]
+
+
+def test_loads_from_the_model_s_own_run(capsys):
+    content = json.loads(call(capsys, "--prompt", "int main", "--ranks", 8, "--redundant", 0, "--json"))
+    assert (content["layers"], content["experts"], content["groups"]) == (2, 256, 8)
+    assert content["after"]["mean_load"] == [8.0, 8.0]  # 8 bytes x top-8 over 8 ranks
+    assert content["moved"]["expert_bytes"] == 3 * 256 * 32 + 3 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "5", "--ranks-per-node", "5"], "the nearest redundant count that does is"),
+        (["--redundant", "-1"], "--redundant -1"),
+        (["--groups", "5", "--ranks", "16", "--ranks-per-node", "16"], "12 experts do not divide into num_groups = 5"),
+        (["--routing", "x.npy"], "not both"),
+        (["--current", "{loads}"], "phy2log of shape [2, 12]"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(table, capsys, arguments, words):
+    assert main.main(["experts", str(table), *README_SIZES, *(a.format(loads=table) for a in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_the_help_shows_an_example():
+    assert "Example: refmodel experts" in experts.__doc__
