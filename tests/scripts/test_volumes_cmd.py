@@ -11,7 +11,26 @@ import pytest
 
 from scripts import main, volumes
 
-SMALL = ["--ranks", "4", "--ranks-per-node", "2", "--tokens", "30", "--experts", "16", "--top-k", "3", "--hidden", "256", "--layers", "2", "--num-groups", "4", "--topk-group", "2"]
+SMALL = [
+    "--ranks",
+    "4",
+    "--ranks-per-node",
+    "2",
+    "--tokens",
+    "30",
+    "--experts",
+    "16",
+    "--top-k",
+    "3",
+    "--hidden",
+    "256",
+    "--layers",
+    "2",
+    "--num-groups",
+    "4",
+    "--topk-group",
+    "2",
+]
 
 
 def call(capsys, *arguments, code=0):
