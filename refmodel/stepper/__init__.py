@@ -14,10 +14,11 @@ There are no threads and no callbacks: it is an ordinary object, for a script, f
 exist, `parallel.stepper.RankStepper` adds what is between them.
 """
 
-from refmodel.stepper.engine import Stepper, Stop
+from refmodel.stepper.engine import Stepper
 from refmodel.stepper.golden import Golden
 from refmodel.stepper.look import Histogram, Statistics, has_nan, histogram, parse_selection, select, statistics
 from refmodel.stepper.origin import Origin, origins_of_row, origins_of_tensor_row, whereabouts
+from refmodel.stepper.target import Stop
 
 __all__ = [
     "Golden",

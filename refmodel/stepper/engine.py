@@ -5,49 +5,15 @@ An operation runs as a whole; the tensors that it names are then gone through on
 again from the start, which gives the same bits.
 """
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from refmodel.generate import Item, Step, Work, passes
-from refmodel.layer import DENSE_LAYER, EMBED, FINAL, MOE_LAYER
-from refmodel.mtp import MTP_EMBED
 from refmodel.program import Operation
 from refmodel.stepper.origin import Route
+from refmodel.stepper.target import Stop, Target, step_of
 from refmodel.trace import Recording, record
-
-STAGE_NAMES = tuple(dict.fromkeys(stage.name for stage in (EMBED, MTP_EMBED, *DENSE_LAYER, *MOE_LAYER, FINAL)))
-
-
-class Stop(NamedTuple):
-    """Why `until` came to a stop.
-
-    reason: `tensor` (that the operation now inside of has named), `operation` (that comes next), `end` (of the run) or
-    `interrupted`. detail: what the check said.
-    """
-
-    reason: str
-    tensor: str | None = None
-    detail: object = None
-
-
-class Target(NamedTuple):
-    """Which operations are meant; None means any."""
-
-    stage: str | None = None
-    layer: int | None = None
-    rank: int | None = None
-    micro_batch: int | None = None
-    step: int | None = None
-
-    def holds(self, operation: Operation | None, step: int) -> bool:
-        """Whether an operation of generation step `step` is meant."""
-        if operation is None:
-            return False
-        its = Target(operation.stage.name, operation.layer, operation.rank, operation.micro_batch, step)
-        return all(wanted is None or wanted == value for wanted, value in zip(self, its))
 
 
 class Stepper:
@@ -78,7 +44,8 @@ class Stepper:
         """Back to before the first operation."""
         self.engine = self._source.fresh()
         self.tensors, self.routes, self.works = Recording(), [], []
-        self.here = self.last = self.inside = self.generated = None
+        self.operations: list[Operation] = []
+        self.here = self.inside = self.generated = None
         self._last_work: Work | None = None
         self.steps: list[Step] = []
         self.num_done = 0
@@ -133,7 +100,7 @@ class Stepper:
         Raises ValueError for a stage, layer or rank that this run does not have.
         """
         target = Target(stage, layer, rank, micro_batch, step)
-        self._check_target(target)
+        target.check(self.config, self.num_ranks)
         self._settle()
         if tensor is not None or check is not None:
             return self._until_tensor(tensor, target, check, interrupted)
@@ -165,6 +132,11 @@ class Stepper:
     # What there is to see.
 
     @property
+    def last(self) -> Operation | None:
+        """The operation that ran last."""
+        return self.operations[-1] if self.operations else None
+
+    @property
     def done(self) -> bool:
         """Whether the run is over."""
         return self.here is None and not self._broken
@@ -188,6 +160,15 @@ class Stepper:
     def made(self) -> list[str]:
         """Names of the tensors of the last operation, as far as they are shown."""
         return [name for name in self._made if name not in self._hidden]
+
+    @property
+    def num_hidden(self) -> int:
+        """How many tensors of the last operation are not shown yet."""
+        return len(self._hidden)
+
+    def made_rows(self, name: str):
+        """The global rows of a tensor that the last operation made; None: the whole tensor."""
+        return self._made.rows(name)
 
     def rank_of(self, request: int) -> int:
         """The rank that holds a request."""
@@ -232,7 +213,8 @@ class Stepper:
         if operation.stage.name == "dispatch_recv":
             self.routes.append(Route.of(operation, work, self.config.num_experts_per_tok))
         self._made, self._hidden = made, list(made)
-        self.last, self._last_work, self.inside = operation, work, None
+        self.operations.append(operation)
+        self._last_work, self.inside = work, None
         self.num_done += 1
         self.here = next(self._walk, None)
         self._broken = False
@@ -292,20 +274,6 @@ class Stepper:
                 return Stop("operation")
             was = now
         return Stop("end")
-
-    def _check_target(self, target: Target):
-        if target.stage is not None and target.stage not in STAGE_NAMES:
-            raise ValueError(f"stage {target.stage!r}: must be one of {', '.join(STAGE_NAMES)}")
-        if target.layer is not None and not 0 <= target.layer < self.config.num_layers:
-            raise ValueError(f"layer {target.layer}: this model has layers 0 to {self.config.num_layers - 1}")
-        if target.rank is not None and not 0 <= target.rank < self.num_ranks:
-            raise ValueError(f"rank {target.rank}: this run has ranks 0 to {self.num_ranks - 1}")
-
-
-def step_of(work: Work) -> int:
-    """The generation step that a pass belongs to."""
-    match = re.match(r"step\.(\d+)\.", work.prefix)
-    return int(match.group(1)) if match else 0
 
 
 def _break_at(debugger, wanted: str) -> Callable:
