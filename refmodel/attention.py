@@ -16,7 +16,7 @@ from refmodel.numerics import widen
 #: keys per block: the page size of the latent cache, FlashMLA's
 BLOCK = 64
 # queries per tile: bounds the score matrix, and lets a causal tile skip the blocks after it
-_TILE = 128
+_TILE = 64
 
 
 class Attended(NamedTuple):
@@ -54,58 +54,68 @@ def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: in
 
     q [T, H, d], k_blocks [H or 1, nb, 64, d], v_blocks [H or 1, nb, 64, dv], all in one compute dtype; S keys.
     """
-    T, H, _ = q.shape
-    dv = v_blocks.shape[-1]
+    T, H, d = q.shape
+    heads_k, dv = k_blocks.shape[0], v_blocks.shape[-1]
     out, lse = np.zeros((T, H, dv), q.dtype), np.full((T, H), -np.inf, q.dtype)
     for start in range(0, T, _TILE):
         stop = min(start + _TILE, T)
         last = S if causal_offset is None else min(S, causal_offset + stop)  # keys that any query of the tile sees
         if last <= 0:
             continue
-        seen = -(-last // BLOCK)
         visible = np.full(stop - start, last)
         if causal_offset is not None:
             visible = np.minimum(np.arange(start, stop) + causal_offset + 1, S)  # keys each query sees
-        tile = _attend_tile(q[start:stop], k_blocks[:, :seen], v_blocks[:, :seen], visible, scale)
-        out[start:stop], lse[start:stop] = tile
+        # with a single key head all query heads are rows of one product per block
+        rows = q[start:stop].reshape(1, -1, d) if heads_k == 1 else q[start:stop].transpose(1, 0, 2)
+        visible = np.repeat(visible, H // heads_k)[None]
+        seen = -(-last // BLOCK)
+        part, part_lse = _attend_rows(rows, k_blocks[:, :seen], v_blocks[:, :seen], visible, scale)
+        out[start:stop] = part.transpose(1, 0, 2).reshape(stop - start, H, dv)
+        lse[start:stop] = part_lse.T.reshape(stop - start, H)
     return Attended(out, lse)
 
 
-def _attend_tile(q, k_blocks, v_blocks, visible, scale):
-    T, H, d = q.shape
-    heads_k, blocks = k_blocks.shape[:2]
-    rows = T * H // heads_k
-    # one product per key head and block; with a single key head all query heads are rows of it
-    q = q.reshape(rows, 1, d) if heads_k == 1 else q  # [rows, Hk, d]
-    q = np.ascontiguousarray(q.transpose(1, 0, 2))[:, None]  # [Hk, 1, rows, d]
-    scores = matmul_rows(q, k_blocks.swapaxes(-1, -2))  # [Hk, nb, rows, 64]
-    scores *= q.dtype.type(scale)
-    visible = np.repeat(visible, rows // T)  # [rows]
+def attend_requests(q, k_blocks, v_blocks, keys, scale: float) -> Attended:
+    """Several requests with equally many new tokens and key blocks at once, one key head each: the same bits as alone.
+
+    q [R, t, H, d], k_blocks [R, nb, 64, d], v_blocks [R, nb, 64, dv], keys int [R]: the last t keys are the new tokens.
+    """
+    R, t, H, d = q.shape
+    visible = np.repeat(keys[:, None] - t + 1 + np.arange(t), H, axis=1)  # [R, t H]
+    out, lse = _attend_rows(q.reshape(R, t * H, d), k_blocks, v_blocks, visible, scale)
+    return Attended(out.reshape(R, t, H, -1), lse.reshape(R, t, H))
+
+
+def _attend_rows(q, k_blocks, v_blocks, visible, scale):
+    """Groups of query rows over their keys: q [G, rows, d], blocks [G, nb, 64, .], visible [G or 1, rows] keys."""
+    q = (np.ascontiguousarray(q) * q.dtype.type(scale))[:, None]  # [G, 1, rows, d]
+    scores = matmul_rows(q, k_blocks.swapaxes(-1, -2))  # [G, nb, rows, 64]
     _mask(scores, visible)
-    top = scores.max(axis=(1, 3))  # [Hk, rows]
+    top = scores.max(axis=(1, 3))  # [G, rows]
     # a row without keys has -inf everywhere; any finite stand-in makes its exponentials 0
     top = np.where(np.isneginf(top), q.dtype.type(0), top)
     scores -= top[:, None, :, None]
-    p = np.exp(scores, out=scores)  # [Hk, nb, rows, 64]
-    block_sums = p.sum(axis=-1)  # [Hk, nb, rows], each over 64 numbers
+    p = np.exp(scores, out=scores)
+    block_sums = p.sum(axis=-1)  # [G, nb, rows], each over 64 numbers
     # sums start at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
-    total = np.zeros((heads_k, rows), q.dtype)
-    acc = np.zeros((heads_k, rows, v_blocks.shape[-1]), q.dtype)
-    for b in range(blocks):
+    total = np.zeros(top.shape, q.dtype)
+    acc = np.zeros((*top.shape, v_blocks.shape[-1]), q.dtype)  # [G, rows, dv]
+    for b in range(k_blocks.shape[1]):
         total += block_sums[:, b]
         acc += matmul_rows(p[:, b], v_blocks[:, b])
     with np.errstate(divide="ignore", invalid="ignore"):
-        out = np.where(total[..., None] > 0, acc / total[..., None], q.dtype.type(0))
+        acc /= total[..., None]
         lse = np.log(total) + top
-    lse = np.where(total > 0, lse, q.dtype.type(-np.inf))
-    dv = out.shape[-1]
-    return out.transpose(1, 0, 2).reshape(T, H, dv), lse.T.reshape(T, H)
+    none = total == 0
+    if none.any():
+        acc[none], lse[none] = 0, -np.inf
+    return acc, lse
 
 
 def _mask(scores, visible):
     """-inf for the keys that a row does not see; only the blocks that some row sees in part are touched."""
     for b in range(int(visible.min()) // BLOCK, scores.shape[1]):
-        hidden = np.arange(b * BLOCK, (b + 1) * BLOCK) >= visible[:, None]  # [rows, 64]
+        hidden = np.arange(b * BLOCK, (b + 1) * BLOCK) >= visible[..., None]  # [G or 1, rows, 64]
         np.copyto(scores[:, b], scores.dtype.type(-np.inf), where=hidden)
 
 

@@ -94,16 +94,18 @@ class LatentCache:
         pages = self.pool.layer(layer)[self.block_table[:blocks]]  # [nb, 64, C + P]
         return pages.reshape(blocks * PAGE_SIZE, self.pool.width)[:tokens]
 
-    def blocks(self, layer: int, tokens: int, dtype) -> np.ndarray:
-        """The first `tokens` rows as zero-filled key blocks in a compute dtype: [1, nb, 64, C + P], a copy.
+    def read_blocks(self, layer: int, tokens: int, out: np.ndarray):
+        """Fill `out` [nb, 64, C + P], in a compute dtype, with the first `tokens` rows as zero-filled key blocks.
 
         What a page holds past `tokens` (rejected drafts, another request's old rows, NaN) is replaced by zero.
         """
-        count = -(-tokens // PAGE_SIZE)
-        pages = widen(self.pool.layer(layer)[self.block_table[:count]], np.dtype(dtype))  # [nb, 64, C + P]
+        table, pages = self.block_table[: len(out)], self.pool.layer(layer)
+        if pages.dtype == out.dtype:
+            np.take(pages, table, axis=0, out=out, mode="clip")  # clip: without a check, straight into `out`
+        else:
+            out[...] = widen(pages[table], out.dtype)
         if tokens % PAGE_SIZE:
-            pages[-1, tokens % PAGE_SIZE :] = 0
-        return pages[None]
+            out[-1, tokens % PAGE_SIZE :] = 0
 
     def truncate(self, tokens: int):
         """Forget everything after the first `tokens`: rejected drafts. Pages no longer needed are given back."""

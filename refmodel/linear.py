@@ -101,15 +101,18 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     for start, count, calls in runs:
         stop = min(start + count * calls, T)
         rows = x[..., start:stop, :]
-        if stop - start < count * calls:  # the last call reaches past the end: zero rows
+        whole = stop - start == count * calls
+        if not whole:  # the last call reaches past the end: zero rows
             padded = np.zeros((*x.shape[:-2], count * calls, x.shape[-1]), x.dtype)
             padded[..., : stop - start, :] = rows
             rows = padded
-        if calls == 1:
-            product = np.matmul(rows, matrix)  # [..., count, N]
+        if calls > 1:  # [..., calls, count, K]
+            rows, factor = rows.reshape(*x.shape[:-2], calls, count, x.shape[-1]), matrix[..., None, :, :]
         else:
-            rows = rows.reshape(*x.shape[:-2], calls, count, x.shape[-1])
-            product = np.matmul(rows, matrix[..., None, :, :])  # [..., calls, count, N]
-            product = product.reshape(*lead, calls * count, matrix.shape[-1])
-        out[..., start:stop, :] = product[..., : stop - start, :]
+            factor = matrix
+        if whole and not lead:
+            np.matmul(rows, factor, out=out[start:stop].reshape(*rows.shape[:-1], -1))
+        else:
+            product = np.matmul(rows, factor).reshape(*lead, calls * count, -1)
+            out[..., start:stop, :] = product[..., : stop - start, :]
     return out

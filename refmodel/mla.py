@@ -8,12 +8,16 @@ Source: DeepSeek-V2 report 2.1; deepseek-ai/DeepSeek-V3 inference/model.py.
 
 import numpy as np
 
-from refmodel.attention import attend_blocks
+from refmodel.attention import attend_blocks, attend_requests
 from refmodel.cache import PAGE_SIZE
 from refmodel.experts import project
 from refmodel.linear import matmul_rows
 from refmodel.norm import rms_norm
 from refmodel.rope import apply_rope, softmax_scale, yarn_frequencies
+
+# requests are attended to together while their keys fit a core's second-level cache, and few tokens are new
+_GROUP_BYTES = 2 << 20
+_FEW_TOKENS = 8
 
 
 def project_query_and_latent(state, weights, x, scope):
@@ -99,11 +103,31 @@ def _attend_absorbed(state, weights, layer, query):
     q[:, :, C:] = numerics.widen(query[:, :, N:])
     latent = np.empty((*query.shape[:2], C), numerics.compute)  # [T, H, C]
     lse = np.empty(query.shape[:2], numerics.compute)
-    for segment in state.batch.segments:
-        rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
-        blocks = segment.cache.blocks(layer, keys, numerics.compute)  # [1, nb, 64, C + P]
-        part = attend_blocks(q[rows], blocks, blocks[..., :C], keys, softmax_scale(config), segment.cache_offset)
+    for group in _alike(state.batch.segments, q.shape[-1] * q.itemsize):
+        keys = np.array([segment.cache_offset + segment.stop - segment.start for segment in group])
+        rows = np.array([np.arange(segment.start, segment.stop) for segment in group])  # [R, t]
+        blocks = np.empty((len(group), -(-int(keys[0]) // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
+        for segment, count, out in zip(group, keys.tolist(), blocks):
+            segment.cache.read_blocks(layer, count, out)  # [nb, 64, C + P]
+        if len(group) == 1:
+            part = attend_blocks(
+                q[rows[0]], blocks, blocks[..., :C], int(keys[0]), softmax_scale(config), group[0].cache_offset
+            )
+        else:
+            part = attend_requests(q[rows], blocks, blocks[..., :C], keys, softmax_scale(config))
         latent[rows], lse[rows] = part
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse
+
+
+def _alike(segments, row_bytes):
+    """Segments with equally many new tokens and key blocks, together as long as their keys stay few."""
+    groups: dict[tuple[int, int], list] = {}
+    for segment in segments:
+        new = segment.stop - segment.start
+        groups.setdefault((new, -(-(segment.cache_offset + new) // PAGE_SIZE)), []).append(segment)
+    for (new, blocks), group in groups.items():
+        most = max(1, _GROUP_BYTES // (blocks * PAGE_SIZE * row_bytes)) if new <= _FEW_TOKENS else 1
+        for start in range(0, len(group), most):
+            yield group[start : start + most]

@@ -54,7 +54,7 @@ def route(
     else:
         candidates, margin = _candidates(choice, n_group, topk_group, 2 if topk_method == "noaux_tc" else 1)
         choice = np.take_along_axis(choice, candidates, axis=1)  # [T, E * topk_group / G]
-    order = np.argsort(-choice, axis=1, kind="stable")[:, : top_k + 1]  # [T, K + 1]
+    order = _best(choice, min(top_k + 1, choice.shape[1]))  # [T, K + 1]
     margin = np.minimum(margin, _gap(np.take_along_axis(choice, order, axis=1), top_k))
     topk_idx = order[:, :top_k]
     if candidates is not None:
@@ -84,13 +84,29 @@ def _candidates(choice, n_group, topk_group, best):
     T, E = choice.shape
     size = E // n_group
     grouped = choice.reshape(T, n_group, size)
-    best = min(best, size)
-    group_score = np.partition(grouped, size - best, axis=2)[:, :, size - best :].sum(axis=2)  # [T, G]
+    group_score = grouped.max(axis=2)  # [T, G]
+    if best == 2 and size > 1:
+        rest = grouped.copy()
+        np.put_along_axis(rest, grouped.argmax(axis=2)[:, :, None], -np.inf, axis=2)
+        group_score = group_score + rest.max(axis=2)
     order = np.argsort(-group_score, axis=1, kind="stable")
     margin = _gap(np.take_along_axis(group_score, order, axis=1), topk_group)
     chosen = np.sort(order[:, :topk_group], axis=1)  # ascending, so that position order is index order
     ids = chosen[:, :, None] * size + np.arange(size)  # [T, topk_group, E / G]
     return ids.reshape(T, topk_group * size), margin
+
+
+def _best(choice, count):
+    """Positions of the `count` largest numbers of each row, descending, of equal ones the lowest first: [T, count]."""
+    # after -inf, what has been taken could not be told from what must not be taken again
+    if len(choice) < 64 or np.isneginf(choice).any():
+        return np.argsort(-choice, axis=1, kind="stable")[:, :count]
+    left, rows = choice.copy(), np.arange(len(choice))
+    order = np.empty((len(choice), count), np.int64)
+    for k in range(count):
+        order[:, k] = left.argmax(axis=1)  # the first of several maxima
+        left[rows, order[:, k]] = -np.inf
+    return order
 
 
 def _gap(descending, count):
