@@ -148,9 +148,12 @@ class Deployment:
         """New tokens after several prompts; request i is on rank i mod ranks unless `run` placed it."""
         return generate(self, [self.model.check_ids(prompt) for prompt in prompts], max_new_tokens, **settings)
 
-    def step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
-        """One pass of the main model over the tokens of several requests, on their ranks."""
-        return self.begin(Work(items, phase, prefix)).run()
+    def step(self, items: list[Item], phase: str, prefix: str = "", last_only: bool = False) -> list[Step]:
+        """One pass of the main model over the tokens of several requests, on their ranks.
+
+        last_only: logits [1, vocab] of each request's last token alone.
+        """
+        return self.begin(Work(items, phase, prefix, last_only=last_only)).run()
 
     def mtp_step(self, items: list[Item], phase: str, prefix: str = "") -> list[Step]:
         """One pass of the MTP layer over (hidden, token) pairs of several requests, on their ranks."""
@@ -182,18 +185,19 @@ class Deployment:
 
     def _collect(self, work, parts) -> list[Step]:
         """Rows of all micro-batches, of all processes, back in the order of the items."""
-        found = [
-            (part.rows, part.state.values["logits"], part.state.values["mtp_hidden"])
-            for part in parts.values()
-            if len(part.rows)
-        ]
+        found = []
+        for part in parts.values():
+            values = part.state.values
+            if len(part.rows):
+                head_rows = part.rows[values["head_rows"]] if work.last_only else part.rows
+                found.append((part.rows, values["mtp_hidden"], head_rows, values["logits"]))
         if self.transport == "mpi":
             found = [part for of_process in self._network.comm.allgather(found) for part in of_process]
         if not found:
             return finish(work, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
-        rows, logits, hidden = (np.concatenate(arrays) for arrays in zip(*found))
-        order = np.argsort(rows)
-        return finish(work, {"logits": logits[order], "mtp_hidden": hidden[order]})
+        rows, hidden, head_rows, logits = (np.concatenate(arrays) for arrays in zip(*found))
+        values = {"logits": logits[np.argsort(head_rows)], "mtp_hidden": hidden[np.argsort(rows)]}
+        return finish(work, values | ({"head_rows": np.sort(head_rows)} if work.last_only else {}))
 
     def _missing(self, part: _Part, plan: LayerPlan, op: Op) -> list[str]:
         """What an operation still waits for, in words; empty when it may run."""
@@ -230,6 +234,8 @@ class Deployment:
                 values = {"mtp_input": self._hidden(parts)} if work.mtp else {}
                 rows = [np.arange(start, start + len(item.token_ids)) for item, start in parts]
                 rows = np.concatenate([*rows, np.zeros(0)]).astype(np.int64)
+                if work.last_only:
+                    values["head_rows"] = np.flatnonzero(np.isin(rows, starts[1:] - 1))
                 exchange = partial(self._exchange, rank, micro_batch, self._step, rows, routed)
                 state = State(self.model.weights, batch, exchange, Scope(work.prefix, rows), values)
                 made[rank, micro_batch] = _Part(rows, state, set())

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parallel import Deployment, Topology
 from refmodel import ModelConfig
-from refmodel.generate import Item
+from refmodel.generate import Item, Work
 
 SIZE_A = ModelConfig(
     vocab_size=4096,
@@ -106,5 +107,28 @@ def decode(model, batch: int, context: int):
         model.step([Item(i, ids[i], cache, context) for i, cache in enumerate(caches)], "decode")
         for cache in caches:
             cache.truncate(context)
+
+    return run
+
+
+def one_pass(
+    model, requests: int, tokens: int, redundant: int = 0, dispatch: str | None = None, ranks: int | None = None
+):
+    """A function that prefills `requests` prompts of `tokens` on as many `ranks`; with no dialect on one rank.
+
+    Each call starts from an empty ledger and empty caches.
+    """
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.config.vocab_size, tokens) for _ in range(requests)]
+    engine = model
+    if dispatch is not None:
+        engine = Deployment(model, Topology(ranks or requests), redundant_experts=redundant, dispatch=dispatch)
+
+    def run():
+        fresh = engine.fresh()
+        pool = fresh.new_pool() if dispatch is None else None
+        caches = [fresh.new_cache(i) if pool is None else fresh.new_cache(i, pool) for i in range(requests)]
+        items = [Item(i, ids, cache, 0) for i, (ids, cache) in enumerate(zip(prompts, caches))]
+        fresh.begin(Work(items, "prefill", last_only=True)).run()
 
     return run

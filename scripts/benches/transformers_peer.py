@@ -5,6 +5,7 @@ same shapes, for speed does not depend on their values. It keeps latents in the 
 values of the whole context in every decode step: the naive form.
 """
 
+import inspect
 from functools import cache
 
 import numpy as np
@@ -48,17 +49,21 @@ class Peer:
 
     def _decode(self, experts, batch, tokens):
         import torch
+        from transformers import DynamicCache
 
         ids, model = self._ids(batch, tokens), self._model(experts)
+        past = DynamicCache(config=model.config)
+        known = inspect.signature(model.forward).parameters
+        cached = {"cache" if "cache" in known else "past_key_values": past, "logits_to_keep": 1, "use_cache": True}
         with torch.inference_mode():
-            past = model(ids[:1], logits_to_keep=1, use_cache=True).past_key_values
+            model(ids[:1], **cached)
             past.batch_repeat_interleave(batch)
 
         def run():
             if past.get_seq_length() != tokens:
                 raise ValueError(f"the peer's cache holds {past.get_seq_length()} tokens, not {tokens}")
             with torch.inference_mode():
-                model(ids[:, :1], past_key_values=past, logits_to_keep=1, use_cache=True)
+                model(ids[:, :1], **cached)
                 past.crop(-1)
 
         return run
