@@ -83,7 +83,7 @@ def continue_(session, words) -> Reply:
     """
     tensor, kind, target = _target(words)
     stepper = session.stepper
-    check = None
+    check, before = None, len(stepper.operations)
     if kind == "nan":
         check = has_nan
     elif kind is not None:
@@ -100,7 +100,9 @@ def continue_(session, words) -> Reply:
         said = [f"{stop.tensor}: {stop.detail}"] if stop.detail else []
         return Reply([*said, *lines, brief(stepper, stop.tensor)], data | {"detail": stop.detail})
     if stop.reason == "end" and words and words != ["end"]:
-        return Reply([f"{' '.join(words)}: did not come", *lines], data)
+        ran = len(stepper.operations) - before
+        hint = f" (back {ran} returns to where this began)" if ran else ""
+        return Reply([f"{' '.join(words)}: did not come{hint}", *lines], data)
     return Reply(lines, data)
 
 

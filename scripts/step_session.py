@@ -113,9 +113,10 @@ class Session:
 
     def debugger(self, make):
         """A debugger that reads where this session reads."""
+        skip = ["refmodel.program", "refmodel.stepper.*", "scripts.*"]  # stepping out of an operation ends the session
         if self._terminal:
-            return make(nosigint=True)
-        return make(stdin=self._lines, stdout=sys.stdout, nosigint=True)
+            return make(nosigint=True, skip=skip)
+        return make(stdin=self._lines, stdout=sys.stdout, nosigint=True, skip=skip)
 
     # Input and output.
 

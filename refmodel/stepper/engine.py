@@ -124,9 +124,9 @@ class Stepper:
         wanted = self.inside
         if wanted is not None:
             self.back()
-            self._execute(hook=_break_at(debugger, wanted))
+            self._execute(_untraced_after, _break_at(debugger, wanted))
         elif self.here is not None:
-            self._execute(run=lambda op: debugger.runcall(op.stage.run, op.state, op.layer, op.scope))
+            self._execute(lambda operation: _traced(debugger, operation))
         self._leave()
 
     # What there is to see.
@@ -274,6 +274,25 @@ class Stepper:
                 return Stop("operation")
             was = now
         return Stop("end")
+
+
+def _traced(debugger, operation: Operation):
+    """Run an operation, stopping in its first line. (`runcall` would hide that the person quit.)"""
+    run, arguments = operation.stage.run, (operation.state, operation.layer, operation.scope)
+    debugger.reset()
+    sys.settrace(debugger.trace_dispatch)
+    try:
+        run(*arguments)
+    finally:
+        sys.settrace(None)
+
+
+def _untraced_after(operation: Operation):
+    """Run an operation in which a debugger may start; it ends there."""
+    try:
+        operation.run()
+    finally:
+        sys.settrace(None)
 
 
 def _break_at(debugger, wanted: str) -> Callable:
