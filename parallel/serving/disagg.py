@@ -8,13 +8,17 @@ again; its hits are counted the first time only (DeepSeek open-infra-index, day_
 
 from bisect import insort
 from collections.abc import Callable
+from functools import partial
+from math import gcd
 from typing import Protocol
 
 import numpy as np
 
+from parallel.ledger import Ledger, Tag
 from parallel.serving.handoff import CachePages, HandOver, Metadata
 from parallel.serving.requests import Attempt, Engine, Request, Status
 from parallel.serving.scheduler import Scheduler, SchedulerConfig
+from parallel.topology import Topology
 
 
 class HandOverEngine(Engine, Protocol):
@@ -36,13 +40,16 @@ class PrefillSide(Scheduler):
     def __init__(self, engine: HandOverEngine, config: SchedulerConfig, store=None):
         super().__init__(engine, config, store)
         self.handovers: dict[Attempt, HandOver] = {}
-        self._targets: dict[Attempt, tuple[CachePages, list[int]]] = {}
+        self._targets: dict[Attempt, tuple[CachePages, Request, Callable]] = {}
         self._leaving: dict[Attempt, tuple[int, list[int]]] = {}
 
-    def pair(self, attempt: Attempt, tokens: list[int], target: CachePages, target_pages: list[int]) -> Request:
-        """Prefill `tokens` for a decode rank that has reserved `target_pages`."""
-        self._targets[attempt] = (target, target_pages)
-        return self.submit(attempt, tokens, 1)
+    def pair(self, attempt: Attempt, target: CachePages, reserved: Request, record: Callable) -> Request:
+        """Prefill a request for the decode rank that has `reserved` pages for it in `target`.
+
+        `record(source, destination, request, class, layer, rows, bytes of a row)` hears of every delivery.
+        """
+        self._targets[attempt] = (target, reserved, record)
+        return self.submit(attempt, reserved.tokens, 1)
 
     def reap(self) -> None:
         """Free the pages that no write under way reads."""
@@ -54,8 +61,11 @@ class PrefillSide(Scheduler):
     def _prepare(self, request: Request) -> None:
         cache = self.engine.cache(request.rank)
         cache.poison(request.pages)
-        target = self._targets.pop(request.id)
-        self.handovers[request.id] = HandOver(cache, request.pages, *target, num_tokens=len(request.prompt))
+        target, reserved, record = self._targets.pop(request.id)
+        record = partial(record, request.rank, reserved.rank, reserved.id)
+        self.handovers[request.id] = HandOver(
+            cache, request.pages, target, reserved.pages, len(request.prompt), record=record
+        )
 
     def _take_in(self, request: Request, chunk, new: list[int]) -> None:
         super()._take_in(request, chunk, new)
@@ -147,6 +157,9 @@ class PrefillDecode:
             raise ValueError(
                 f"the prefill side drafts {self.prefill.config.draft_tokens} tokens: only decoding speculates"
             )
+        ranks = [side.engine.num_ranks for side in (self.prefill, self.decode)]
+        #: what went from prefill to decode; decode ranks are numbered behind the prefill ranks, on nodes of their own
+        self.ledger = Ledger(Topology(sum(ranks), gcd(*ranks)))
         self.attempts: dict[Attempt, Request] = {}
         self.bytes_sent: dict[int, dict[str, int]] = {}  # request -> bytes over all its hand-overs
 
@@ -198,7 +211,13 @@ class PrefillDecode:
         while (request := self.decode.reserve()) is not None:
             attempt = Attempt(request.id, request.preemptions)
             self.attempts[attempt] = request
-            self.prefill.pair(attempt, request.tokens, self.decode.engine.cache(request.rank), request.pages)
+            self.prefill.pair(attempt, self.decode.engine.cache(request.rank), request, self._record)
+
+    def _record(self, src: int, dst: int, request: int, cls: str, layer: int, rows: int, row_bytes: int) -> None:
+        """A line of the ledger: `rows` rows of one request in one layer."""
+        to = np.zeros(self.ledger.topology.num_ranks, np.int32)
+        to[self.prefill.engine.num_ranks + dst] = rows
+        self.ledger.append(src, to, {cls: row_bytes}, Tag("hand_over", layer, request=request))
 
     def _arrive(self) -> None:
         """Start what is complete, and free the reserved pages of what was aborted once nothing can reach them."""

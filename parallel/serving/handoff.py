@@ -7,7 +7,7 @@ sides stay owned until both sides are done and no write is under way (sgl-projec
 poison, which finds rows that are sent before they are computed (#33970) or used before they arrive (#30233).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,7 +82,8 @@ class _Notice(NamedTuple):
 class HandOver:
     """The passage of one request with `num_tokens` cached tokens; both sides and the wire call its methods.
 
-    The decode side may hold the first `have` tokens already. Source and destination may differ in page size and in
+    `record(class, layer, rows, bytes of a row)` hears of every delivery. The decode side may hold the first `have`
+    tokens already. Source and destination may differ in page size and in
     page numbers. Raises ValueError for caches that differ otherwise, or too few pages.
     """
 
@@ -94,6 +95,7 @@ class HandOver:
         destination_pages: Sequence[int],
         num_tokens: int,
         have: int = 0,
+        record: Callable[[str, int, int, int], None] | None = None,
     ):
         kinds = [
             (len(side.layers), side.layers[0].shape[2], side.layers[0].dtype.name) for side in (source, destination)
@@ -112,6 +114,7 @@ class HandOver:
         self.sent = have  # tokens that are sent or need not be
         self.metadata: Metadata | None = None
         self.payload_bytes = self.metadata_bytes = self.writes = 0
+        self._record = record or (lambda cls, layer, rows, row_bytes: None)
         self._arrived = np.zeros((len(destination.layers), num_tokens), bool)
         self._arrived[:, :have] = True
         self._source_done = self._destination_done = self._source_aborted = self._source_knows = False
@@ -160,6 +163,7 @@ class HandOver:
         if isinstance(item, Metadata):
             self.metadata = item
             self.metadata_bytes += item.num_bytes
+            self._record("control", 0, 1, item.num_bytes)
             return
         rows = self.source.layers[item.layer][self.source.places(self.source_pages, item.first, item.stop)]
         self.destination.layers[item.layer][self.destination.places(self.destination_pages, item.first, item.stop)] = (
@@ -168,6 +172,7 @@ class HandOver:
         self._arrived[item.layer, item.first : item.stop] = True
         self.payload_bytes += rows.nbytes
         self.writes += 1
+        self._record("cache", item.layer, len(rows), self.source.row_bytes)
 
     # What the decode side does
 

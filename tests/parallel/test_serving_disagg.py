@@ -32,10 +32,10 @@ def check_no_leak(system: PrefillDecode) -> None:
     assert not system.prefill._targets
 
 
-def test_64_requests_with_shared_prefixes_on_8_and_8_ranks(tmp_path):
+def test_64_requests_with_shared_prefixes_on_8_and_8_ranks():
     rng = random.Random(0)
     roots = [[rng.randrange(50) for _ in range(20)] for _ in range(6)]
-    store = KVStore(tmp_path, namespace(4))
+    store = MemoryStore(namespace(4))
     system = PrefillDecode(
         StandIn(8, 40, 4),
         StandIn(8, 40, 4, drafts=1),
@@ -57,6 +57,11 @@ def test_64_requests_with_shared_prefixes_on_8_and_8_ranks(tmp_path):
         assert system.bytes_sent[request.id]["tokens"] == len(prompt) * 8  # hits are sent too: decode has none of it
         assert system.bytes_sent[request.id]["pages"] == -(-len(prompt) // 4) * 4 * 8
         assert system.bytes_sent[request.id]["metadata"] == 8 + 8 + 8
+    moved = {name: system.ledger.matrix(classes=name, stage="hand_over") for name in ("cache", "control")}
+    assert moved["cache"][:8, 8:].sum() == moved["cache"].sum() == sum(map(len, prompts)) * 8
+    assert moved["control"].sum() == 64 * 24
+    assert system.ledger.matrix(link="rdma").sum() == system.ledger.matrix().sum()  # on nodes of their own
+    assert system.ledger.matrix(request=5, classes="cache").sum() == len(prompts[5]) * 8
     assert (
         system.decode.stats.hit_tokens == system.prefill.stats.hit_tokens == sum(r.hit_tokens for r in requests) > 200
     )

@@ -40,7 +40,8 @@ def deliver_all(handover: HandOver, rng=None) -> None:
 
 def test_thirteen_tokens_in_pages_of_four_in_bytes():  # page bytes and token bytes are two figures
     source, target = (cache(8, 4, 576, 2, ml_dtypes.bfloat16) for _ in range(2))
-    handover = HandOver(source, [5, 1, 7, 0], target, [2, 3, 4, 6], 13)
+    lines = []
+    handover = HandOver(source, [5, 1, 7, 0], target, [2, 3, 4, 6], 13, record=lambda *line: lines.append(line))
     assert handover.page_bytes == 4 * 4 * 576 * 2 * 2 == 36_864
     assert handover.token_bytes == 13 * 576 * 2 * 2 == 29_952
     compute(source, [5, 1, 7, 0], 0, 13)
@@ -49,6 +50,7 @@ def test_thirteen_tokens_in_pages_of_four_in_bytes():  # page bytes and token by
     deliver_all(handover)
     assert handover.payload_bytes == 29_952
     assert handover.metadata_bytes == 8 + 14_336
+    assert lines == [("cache", 0, 13, 1152), ("cache", 1, 13, 1152), ("control", 0, 1, 14_344)]
     assert handover.take().first_token == 42
 
 

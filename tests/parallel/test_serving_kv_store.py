@@ -20,6 +20,7 @@ from kv_store_writer import (
     payload,
     payloads,
     prompts,
+    quick_directory,
     write_forever,
 )
 
@@ -30,6 +31,12 @@ from parallel.serving.store_index import scan
 HERE = Path(__file__).parent
 PROMPT = list(range(100, 110))  # two full blocks of 4 and two tokens more
 BLOCK_FILE = 3000 + 16 + 84 + 32  # payload, tokens, header, checksum
+
+
+@pytest.fixture
+def quick_path():
+    with quick_directory() as name:
+        yield Path(name)
 
 
 def test_write_then_read_in_another_process_life(tmp_path):
@@ -165,15 +172,15 @@ def test_a_chain_longer_than_the_store_keeps_its_beginning(tmp_path):
     assert store.used_bytes() == 3 * BLOCK_FILE
 
 
-def test_random_use_of_a_small_store_keeps_every_parent(tmp_path):
-    store = KVStore(tmp_path, SPACE, max_bytes=12 * BLOCK_FILE)
+def test_random_use_of_a_small_store_keeps_every_parent(quick_path):
+    store = KVStore(quick_path, SPACE, max_bytes=12 * BLOCK_FILE)
     known = prompts(3, 60)
     for tokens in known:
         store.write(tokens, payloads(tokens))
         prefix = store.read(tokens)
         assert prefix.payloads == payloads(tokens)[: len(prefix.payloads)]
         assert store.used_bytes() <= 12 * BLOCK_FILE
-        check_everything(tmp_path, known)
+        check_everything(quick_path, known)
     assert store.stats.evicted > 20
 
 
@@ -229,12 +236,12 @@ def test_a_live_writer_keeps_its_file_and_an_abandoned_one_goes(tmp_path):
 
 
 @pytest.mark.parametrize("max_bytes", [None, 12 * BLOCK_FILE])
-def test_several_processes_agree(tmp_path, max_bytes):
-    KVStore(tmp_path, SPACE, max_bytes)
+def test_several_processes_agree(quick_path, max_bytes):
+    KVStore(quick_path, SPACE, max_bytes)
     known = prompts(1) + prompts(2)
 
     def work(seed):
-        store = KVStore(tmp_path, SPACE, max_bytes)
+        store = KVStore(quick_path, SPACE, max_bytes)
         for tokens in prompts(seed):
             store.write(tokens, payloads(tokens))
             prefix = store.read(tokens)
@@ -244,8 +251,8 @@ def test_several_processes_agree(tmp_path, max_bytes):
 
     children = [in_child(lambda seed=seed: work(seed)) for seed in (1, 2, 1)]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [7, 7, 7]
-    count = check_everything(tmp_path, known)
-    store = KVStore(tmp_path, SPACE, max_bytes)
+    count = check_everything(quick_path, known)
+    store = KVStore(quick_path, SPACE, max_bytes)
     if max_bytes is None:
         assert all(store.read(tokens).payloads == payloads(tokens) for tokens in known)
         assert count == len({tuple(t[: i * 4]) for t in known for i in range(1, len(t) // 4 + 1)})
@@ -274,30 +281,30 @@ def kill_at_random(tmp_path, times: int, seed: int):
                 assert prefix.payloads == payloads(tokens)[: len(prefix.payloads)]
 
 
-def test_kill_at_random_points(tmp_path):
-    kill_at_random(tmp_path, 15, seed=0)
+def test_kill_at_random_points(quick_path):
+    kill_at_random(quick_path, 15, seed=0)
 
 
 @pytest.mark.long
-def test_kill_at_200_random_points(tmp_path):
-    kill_at_random(tmp_path, 200, seed=1)
+def test_kill_at_200_random_points(quick_path):
+    kill_at_random(quick_path, 200, seed=1)
 
 
-def test_kill_at_every_operation_in_turn(tmp_path):
+def test_kill_at_every_operation_in_turn(quick_path):
     known = prompts(1)
     finished = False
     for number in range(1, 400):
 
         def body(number=number):
-            store = KVStore(tmp_path / str(number), SPACE, max_bytes=5 * BLOCK_FILE)
+            store = KVStore(quick_path / str(number), SPACE, max_bytes=5 * BLOCK_FILE)
             die_at_operation(number)
-            for tokens in known[:3]:
+            for tokens in known[:2]:
                 store.write(tokens, payloads(tokens))
 
         status = os.waitpid(in_child(body), 0)[1]
         finished = os.WIFEXITED(status)
-        check_everything(tmp_path / str(number), known)
-        store = KVStore(tmp_path / str(number), SPACE, max_bytes=5 * BLOCK_FILE)
+        check_everything(quick_path / str(number), known)
+        store = KVStore(quick_path / str(number), SPACE, max_bytes=5 * BLOCK_FILE)
         store.write(known[5], payloads(known[5]))
         assert store.used_bytes() <= 5 * BLOCK_FILE
         assert store.lookup(known[5]) > 0
