@@ -43,6 +43,11 @@ class PrefillSide(Scheduler):
         self._targets: dict[Attempt, tuple[CachePages, Request, Callable]] = {}
         self._leaving: dict[Attempt, tuple[int, list[int]]] = {}
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is left, or pages that a write still reads."""
+        return super().busy or bool(self._leaving)
+
     def pair(self, attempt: Attempt, target: CachePages, reserved: Request, record: Callable) -> Request:
         """Prefill a request for the decode rank that has `reserved` pages for it in `target`.
 
@@ -189,7 +194,7 @@ class PrefillDecode:
     @property
     def busy(self) -> bool:
         """Whether anything is left to do, writes under way included."""
-        return self.decode.busy or self.prefill.busy or bool(self.attempts) or bool(self.prefill._leaving)
+        return self.decode.busy or self.prefill.busy or bool(self.attempts)
 
     def tick(self, deliver: Callable | None = None, between: Callable[[], None] = lambda: None) -> None:
         """One step of both sides. `deliver(handovers)` carries out writes (default: all); `between` runs amid steps."""

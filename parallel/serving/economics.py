@@ -42,6 +42,7 @@ class Traffic(NamedTuple):
 
     @property
     def input(self) -> np.ndarray:
+        """Hits and misses together."""
         return self.hit + self.miss
 
     @property

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.serving.handoff import CachePages, Metadata
+from parallel.serving.keys import Namespace
 from parallel.serving.requests import Attempt, Chunk
 from parallel.serving.spec_stats import SpecStats
 from refmodel.cache import PAGE_SIZE, LatentCache
@@ -86,6 +87,13 @@ class ModelEngine:
         new = {**self._prefill(prompts), **self._decode(decoding)}
         self._feed([(rank, state) for rank, _, state in work])
         return [[new[chunk.request] for chunk in chunks] for chunks in batch]
+
+    def namespace(self, model: str, tenant: str = "", adapter: str = "") -> Namespace:
+        """For a KVStore of this engine's pages; `model` says which weights (name and revision, or a digest)."""
+        layers = self.cache(0).layers
+        layout = f"{len(layers)} layers of {layers[0].shape[2]} {layers[0].dtype.name}"
+        numerics = repr(getattr(self.model, "model", self.model).numerics)
+        return Namespace(model, numerics, layout, self.page_size, tenant, adapter, self.lookahead)
 
     def export_page(self, rank: int, page: int) -> bytes:
         """All layers of a page, layer by layer."""

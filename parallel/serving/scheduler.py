@@ -59,6 +59,11 @@ class Scheduler:
                 f"the store's blocks hold {store.namespace.block_tokens} tokens and the engine's pages "
                 f"{engine.page_size}: one block must be one page"
             )
+        if store is not None and store.namespace.lookahead < engine.lookahead:
+            raise ValueError(
+                f"the store's namespace looks {store.namespace.lookahead} tokens ahead and the engine's rows depend on "
+                f"{engine.lookahead}: blocks would be taken for others that continue differently"
+            )
         self.pools = [PagePool(engine.num_pages, engine.page_size) for _ in range(engine.num_ranks)]
         self.requests: dict[int, Request] = {}
         self.waiting: list[Request] = []  # by arrival

@@ -1,5 +1,6 @@
 """The serving system with the example model: same tokens as one rank alone, whatever the path they took."""
 
+import dataclasses
 import random
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,6 @@ from parallel.deployment import Deployment
 from parallel.serving.balance_experts import balance_experts
 from parallel.serving.disagg import PrefillDecode
 from parallel.serving.engine import ModelEngine
-from parallel.serving.keys import Namespace
 from parallel.serving.kv_store import KVStore
 from parallel.serving.requests import Status
 from parallel.serving.scheduler import Scheduler, SchedulerConfig
@@ -47,10 +47,6 @@ def plain_tokens(prompts, new: int, numerics: str = "float32") -> list[list[int]
     return model(numerics).generate_batch([np.array(prompt) for prompt in prompts], new).tokens
 
 
-def store_at(path, numerics: str = "float32", lookahead: int = 1) -> KVStore:
-    return KVStore(path, Namespace("example", numerics, "latent and RoPE", lookahead=lookahead))
-
-
 def run_to_the_end(system) -> None:
     for _ in range(2000):
         if not system.busy:
@@ -59,21 +55,16 @@ def run_to_the_end(system) -> None:
     raise AssertionError("no end")
 
 
-def apart(
-    ranks: int, numerics: str, store=None, prefill_dispatch="normal", pages=(12, 12), drafts: int = 1
-) -> PrefillDecode:
+def apart(ranks: int, numerics: str, path=None, prefill_dispatch: str = "normal", drafts: int = 1) -> PrefillDecode:
     """Prefill with its dialect and overlap, decode with its own, on as many emulated ranks each."""
     sides = [
         Deployment(model(numerics), Topology(ranks), dispatch=prefill_dispatch, schedule="prefill_overlap"),
         Deployment(model(numerics), Topology(ranks), dispatch="low_latency", schedule="decode_overlap"),
     ]
-    return PrefillDecode(
-        ModelEngine(sides[0], pages[0], mtp=drafts > 0),
-        ModelEngine(sides[1], pages[1], drafts=drafts),
-        SchedulerConfig(max_tokens=96),
-        SchedulerConfig(draft_tokens=drafts),
-        store,
-    )
+    engines = ModelEngine(sides[0], 12, mtp=drafts > 0), ModelEngine(sides[1], 12, drafts=drafts)
+    store = None if path is None else KVStore(path, engines[0].namespace("example"))
+    assert engines[0].namespace("example") == engines[1].namespace("example")
+    return PrefillDecode(*engines, SchedulerConfig(max_tokens=96), SchedulerConfig(draft_tokens=drafts), store)
 
 
 def longest_known_prefix(prompt, known) -> int:
@@ -117,7 +108,7 @@ def test_sampled_tokens_are_those_of_generate():
 
 def test_apart_with_everything_on_two_and_two_ranks(tmp_path):
     prompts = make_prompts(2, 6, roots=1, shared=(66, 70))
-    system = apart(2, "float32", store_at(tmp_path))
+    system = apart(2, "float32", tmp_path)
     requests = []
     for half in (prompts[:3], prompts[3:]):
         known = [request.tokens for request in requests]
@@ -141,7 +132,7 @@ def test_apart_with_everything_on_two_and_two_ranks(tmp_path):
 
 
 def test_a_second_turn_finds_what_decode_wrote(tmp_path):
-    system = apart(1, "float64", store_at(tmp_path, "float64"), "low_latency")
+    system = apart(1, "float64", tmp_path, "low_latency")
     first = system.submit(0, list(TEXT[:60]), 8)
     run_to_the_end(system)
     turn = [*first.tokens, *b" # and"]
@@ -242,7 +233,7 @@ def test_fifty_random_traces():
 @pytest.mark.parametrize(("numerics", "prefill_dispatch"), [("float32", "normal"), ("fp8", "low_latency")])
 def test_64_requests_on_8_and_8_ranks(tmp_path, numerics, prefill_dispatch):
     prompts = make_prompts(4, 64, shared=(66, 70), most=10)
-    system = apart(8, numerics, store_at(tmp_path, numerics), prefill_dispatch)
+    system = apart(8, numerics, tmp_path, prefill_dispatch)
     requests = []
     for i, prompt in enumerate(prompts):
         requests.append(system.submit(i, prompt, 8))
@@ -257,6 +248,12 @@ def test_64_requests_on_8_and_8_ranks(tmp_path, numerics, prefill_dispatch):
     assert colocated.tokens == [request.generated for request in requests]
 
 
-def test_bad_input():
+def test_bad_input(tmp_path):
+    engine = ModelEngine(model(), 2, drafts=1)
+    blind = dataclasses.replace(engine.namespace("example"), lookahead=0)
+    with pytest.raises(ValueError, match="looks 0 tokens ahead"):
+        Scheduler(engine, store=KVStore(tmp_path, blind))
+    assert engine.namespace("a") != ModelEngine(model("fp8"), 2, drafts=1).namespace("a")
+    assert engine.namespace("a") != ModelEngine(model(), 2).namespace("a")
     with pytest.raises(ValueError, match="no MTP layer"):
         ModelEngine(type("M", (), {"config": type("C", (), {"num_nextn_predict_layers": 0})})(), 4, drafts=1)
