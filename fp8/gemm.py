@@ -18,7 +18,8 @@ from fp8.formats import E4M3, format_of
 from fp8.rounding import fma32, to_bfloat16
 from fp8.tensorcore import SHIFTS, STEP, UNITS, fused_sum, load_operand, scale_exponents
 
-_ROW_PANEL, _COLUMN_PANEL = 128, 512  # a panel's float64 product and float32 sums fit a core's second-level cache
+_ROW_PANEL, _COLUMN_PANEL = 128, 512  # rows and columns decoded and accumulated at a time
+_PRODUCT_PANEL = 4096  # columns of one exact block product: long rows cost less per call, 4 MiB still lie in cache
 
 ACCUMULATORS = ("exact", "hopper", "blackwell", "float32_sequential")
 PROMOTIONS = ("mul_add", "fma")
@@ -60,7 +61,7 @@ def block_product(codes, a_scale, weight, w_scale, block_n: int = 128, block_k: 
     """
     num_rows, num_columns = codes.shape[0], weight.shape[1]
     out = np.empty((num_rows, num_columns), np.float32)
-    for columns in panels(num_columns, _COLUMN_PANEL):
+    for columns in panels(num_columns, _PRODUCT_PANEL):
         scale = np.ascontiguousarray(w_scale[np.arange(columns.start, columns.stop) // block_n].T)  # [Kb, n]
         for rows in panels(num_rows, _ROW_PANEL):
             _exact_panel(codes[rows], a_scale[rows], weight[:, columns], scale, block_k, out[rows, columns])

@@ -100,6 +100,10 @@ def test_each_loss_by_hand():
     product = ordered_bound(*one_row([256, 2.5], [256, 3.0]), HOPPER, F)
     assert product.value[0, 0] == 2**16 + 7.5
     assert product.bound[0, 0] == pytest.approx(8 + 2.0 ** (16 - 24), rel=1e-6)
+    # a product has 6 fraction bits: seven binades below the largest all of them are kept, eight below one may go
+    for other, loss in ((2.0, 0), (1.0, 8)):
+        product = ordered_bound(*one_row([256, 256], [256, other]), HOPPER, F)
+        assert product.bound[0, 0] == pytest.approx(loss + 2.0 ** (16 - 24), rel=1e-6)
     # 31 x 2^16 + 2^9: nothing is cut on the way in, the output may lose what lies between 2^3 and 2^(20 - 13)
     product = ordered_bound(*one_row([256] * 31 + [64], [256] * 31 + [8.0]), HOPPER, F)
     assert product.bound[0, 0] == pytest.approx(2**7 - 2**3 + 2.0 ** (20 - 24), rel=1e-6)
@@ -112,6 +116,11 @@ def test_each_loss_by_hand():
     # float32: 114688 + 2^-9 rounds by half a step of 2^-7 at most, once; the exact products before it not at all
     product = ordered_bound(*one_row([256, 2.0**-9], [448, 1.0]), SEQUENTIAL, F)
     assert product.bound[0, 0] == pytest.approx(2.0 ** (16 - 24), rel=1e-6)
+    # a step of the sum twice as long as the products' common one may still round
+    product = ordered_bound(*one_row([256, 2.0**-8], [256, 1.0]), SEQUENTIAL, F)
+    assert product.bound[0, 0] == pytest.approx(2.0 ** (16 - 24), rel=1e-6)
+    product = ordered_bound(*one_row([256, 2.0**-7], [256, 1.0]), SEQUENTIAL, F)
+    assert product.bound[0, 0] < 1e-9
 
 
 def test_a_wrong_kernel_is_caught():

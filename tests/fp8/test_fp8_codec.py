@@ -87,6 +87,12 @@ def test_encoder_equals_ml_dtypes_on_all_bfloat16(fmt, overflow, dtype):
     np.testing.assert_array_equal(codes_of(x, fmt, overflow), by_ml_dtypes(x, fmt, overflow))
 
 
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
+def test_every_value_encodes_to_its_code(fmt):
+    raw = np.array([code for code in range(256) if np.isfinite(fmt.values()[code])], np.uint8)
+    np.testing.assert_array_equal(encode(decode(raw.view(fmt.dtype)), fmt).view(np.uint8), raw)
+
+
 def ties_and_neighbours(fmt) -> np.ndarray:
     """float32: each midpoint of neighbouring values, the values themselves, and three neighbours on both sides."""
     grid = np.unique(fmt.values()[np.isfinite(fmt.values())])

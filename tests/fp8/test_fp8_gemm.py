@@ -103,7 +103,7 @@ def test_rows_do_not_know_their_neighbours(parts, seed):
 
 
 def test_block_product_is_the_same_product():
-    a, b = random_operands(np.random.default_rng(0), 150, 600, 300)
+    a, b = random_operands(np.random.default_rng(0), 150, 4300, 300)
     weight = decode(b.codes).T
     expected = gemm(a, b, out_dtype=F)
     for layout in (np.ascontiguousarray(weight), weight):

@@ -22,6 +22,7 @@ from fp8 import (
 )
 from fp8.layouts import inner_padded, scale_per_row, tma_aligned_rows, transposed_padded
 from fp8.scales import ceil_power_of_two_by_log2, floor_power_of_two
+from fp8.shards import concatenate, split
 
 F = np.float32
 
@@ -140,13 +141,36 @@ def test_scales_per_row():
 def test_fused_scale_rows_are_the_sum_of_the_parts():
     # vllm-project/vllm#52997: q_a of 2048 rows and kv_a of 576 are 16 + 5 rows of scales; 2624 // 128 is 20
     parts = [quantize(np.full((rows, 128), value, F), (128, 128)) for rows, value in ((2048, 1.0), (576, 3.0))]
-    scale = np.concatenate([part.scale for part in parts])
-    assert scale.shape == (21, 1)
-    codes = np.concatenate([part.codes for part in parts])
-    whole = BlockScaled(codes, scale, (128, 128))
+    whole = concatenate(parts, axis=0)
+    assert whole.scale.shape == (21, 1)
     np.testing.assert_allclose(whole.dequantize()[[0, 2047, 2048, 2623], 0], [1, 1, 3, 3], rtol=1e-6)
     with pytest.raises(ValueError, match=r"\(20, 1\) does not fit codes \(2624, 128\)"):
-        BlockScaled(codes, scale[:20], (128, 128))
+        BlockScaled(whole.codes, whole.scale[:20], (128, 128))
+    with pytest.raises(ValueError, match="part 0 has 576 rows, no multiple of the block of 128"):
+        concatenate(parts[::-1], axis=0)
+
+
+def test_shards_start_on_a_block_or_are_refused():
+    # sgl-project/sglang#3345: 258 columns over two ranks are 2 + 2 blocks where the whole has 3; 2048 / 32 is 64
+    w = quantize(np.random.default_rng(0).standard_normal((300, 512)).astype(F), (128, 128))
+    shards = split(w, 2, axis=1)
+    assert [shard.shape for shard in shards] == [(300, 256), (300, 256)]
+    np.testing.assert_array_equal(np.concatenate([s.dequantize() for s in shards], axis=1), w.dequantize())
+    np.testing.assert_array_equal(concatenate(shards, axis=1).dequantize(), w.dequantize())
+    assert split(w, 1, axis=0)[0].shape == w.shape
+    assert [part.shape for part in split(quantize(np.ones((4, 130), F)), 2, axis=0)] == [(2, 130)] * 2
+    for shape, parts, axis, size in (((2, 258), 2, 1, 129), ((2048, 2), 32, 0, 64), ((18432, 1), 32, 0, 576)):
+        matrix = quantize(np.ones(shape, F), (128, 128))
+        with pytest.raises(ValueError, match=f"shards of {size} .* would start inside a block of 128"):
+            split(matrix, parts, axis)
+    with pytest.raises(ValueError, match="300 rows do not split into 7 equal shards"):
+        split(w, 7, axis=0)
+    with pytest.raises(ValueError, match="axis = 2"):
+        split(w, 2, axis=2)
+    with pytest.raises(ValueError, match="do not fit each other"):
+        concatenate([w, quantize(np.ones((2, 512), F))], axis=0)
+    with pytest.raises(ValueError, match="nothing to concatenate"):
+        concatenate([], axis=0)
 
 
 def test_fnuz_conversion_keeps_values():
