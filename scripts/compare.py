@@ -8,13 +8,16 @@ import argparse
 import json
 import math
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from refmodel.golden.compare import compare
+from refmodel.golden.dump import open_dump
 from refmodel.golden.names import TABLES
 from refmodel.golden.rules import parse_rule
 
 PICTURES = 12
+LONG_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +102,18 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print, and return 0 if every tensor holds, else 1."""
     if args.replay:
         return _print(args, _replay(args))
-    report = compare(
-        args.reference,
-        args.actual,
+    reference, actual = open_dump(args.reference), open_dump(args.actual)
+    with _progress(reference, actual) as progress:
+        report = _compare(args, reference, actual, progress)
+    if args.html:
+        Path(args.html).write_text(report.to_html(), encoding="utf-8")
+    return _print(args, report)
+
+
+def _compare(args: argparse.Namespace, reference, actual, progress):
+    return compare(
+        reference,
+        actual,
         _tolerances(args),
         rtol=args.rtol,
         atol=args.atol,
@@ -116,16 +128,32 @@ def run(args: argparse.Namespace) -> int:
         ranks=_pairs("--ranks", args.ranks, "REGEX=LAYOUT"),
         by_source=args.by_source,
         pictures=PICTURES if args.html else 0,
+        progress=progress,
     )
-    if args.html:
-        Path(args.html).write_text(report.to_html(), encoding="utf-8")
-    return _print(args, report)
+
+
+@contextmanager
+def _progress(reference, actual):
+    """A bar over the bytes to read, when there are many and stderr is a terminal; else None."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    total = sum(reference[name].nbytes + actual[name].nbytes for name in reference if name in actual)
+    if total < LONG_BYTES:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("comparing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("compare", total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def _replay(args: argparse.Namespace):
     from refmodel.golden.bundle import read_bundle
     from refmodel.golden.compare import our_form
-    from refmodel.golden.dump import open_dump
     from refmodel.golden.locate import locate_from_golden
     from refmodel.model import Model
     from refmodel.presets import EXAMPLE
