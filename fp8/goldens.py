@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from fp8.blockscaled import BlockScaled, num_blocks, quantize
-from fp8.gemm import gemm
+from fp8.gemm import REFERENCE, gemm
 from fp8.grouped import ContiguousLayout, contiguous_layout, grouped_gemm_contiguous, grouped_gemm_masked
+from fp8.recipes import RECIPES
 
 V3_GEMMS = {
     "q_a_kv_a": (7168, 2112),
@@ -30,6 +31,7 @@ GROUPS = (2, 9)
 GROUPED_ROWS = 128  # rows per expert of a masked product, and the most real rows of a group of a contiguous one
 KINDS = ("dense", "contiguous", "masked")
 _BLOCK = 128
+_RECIPE = "deepseek_v3"
 _CHUNK = 1 << 16  # values made at a time
 
 
@@ -89,6 +91,20 @@ class GoldenCase:
             tensors["masked_m"] = ("int32", (self.groups,))
         return {f"{self.name}.{name}": value for name, value in tensors.items()}
 
+    def metadata(self) -> dict[str, str]:
+        """What a reader of the tensors must know and cannot see in them, the floor under amax among it."""
+        recipe = RECIPES[_RECIPE]
+        facts = {
+            "case": self.name,
+            "kind": self.kind,
+            "recipe": recipe.name,
+            "amax_floor": recipe.amax_floor,
+            "scale_format": self.scale_format,
+            "seed": self.seed,
+            **REFERENCE._asdict(),
+        }
+        return {name: str(value) for name, value in facts.items()}
+
     def build(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (name, array) in the order of `specification`: operands, scales, result, layout."""
         a, b = self.operand_a(), self.operand_b()
@@ -119,18 +135,18 @@ class GoldenCase:
             groups = [self._values((self.num_rows, self.k), f"a/{group}") for group in range(self.groups)]
             for values, count in zip(groups, self.counts()):
                 values[count:] = 0
-            return quantize(np.stack(groups), (1, _BLOCK), scale_format=self.scale_format)
+            return quantize(np.stack(groups), (1, _BLOCK), _RECIPE, self.scale_format)
         layout = self.layout.grouped_layout if self.kind == "contiguous" else np.zeros(self.num_rows, np.int32)
         values = self._values((layout.size, self.k), "a")
         values[layout < 0] = 0
-        return quantize(values, (1, _BLOCK), scale_format=self.scale_format)
+        return quantize(values, (1, _BLOCK), _RECIPE, self.scale_format)
 
     def operand_b(self) -> BlockScaled:
         """Weights in 128 x 128 blocks, a stack of them for grouped products."""
         weights = []
         for group in range(self.groups):
             values = self._values((self.n, self.k), f"b/{group}")
-            weights.append(quantize(values, (_BLOCK, _BLOCK), scale_format=self.scale_format))
+            weights.append(quantize(values, (_BLOCK, _BLOCK), _RECIPE, self.scale_format))
         if self.kind == "dense":
             return weights[0]
         codes, scale = (np.stack([getattr(weight, name) for weight in weights]) for name in ("codes", "scale"))

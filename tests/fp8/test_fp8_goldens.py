@@ -72,6 +72,13 @@ def test_result_is_the_product_and_padding_is_zero():
     assert not a.codes[layout < 0].astype(np.float32).any()
 
 
+def test_metadata_states_the_floor_and_the_rule():
+    # the floor under amax differs between implementations and cannot be seen in the tensors
+    metadata = SMALL["masked"].metadata()
+    assert metadata["amax_floor"] == "0.0001"
+    assert (metadata["recipe"], metadata["scale_format"], metadata["accumulator"]) == ("deepseek_v3", "ue8m0", "exact")
+
+
 def test_values_have_the_stated_shape():
     values = random_values((64, 1024), 0).astype(np.float64)
     blocks = values.reshape(64, 8, 128).std(axis=2)
