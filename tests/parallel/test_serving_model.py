@@ -100,10 +100,12 @@ def test_sampled_tokens_are_those_of_generate():
     prompts = make_prompts(1, 3, shared=(0,))
     settings = dict(temperature=0.8, top_p=0.9, seed=5)
     expected = model().generate_batch([np.array(p) for p in prompts], 8, speculative=True, **settings).tokens
-    scheduler = Scheduler(ModelEngine(model(), 8, drafts=1, **settings), SchedulerConfig(draft_tokens=1))
-    requests = [scheduler.submit(i, prompt, 8) for i, prompt in enumerate(prompts)]
-    run_to_the_end(scheduler)
-    assert [request.generated for request in requests] == expected
+    together = Scheduler(ModelEngine(model(), 8, drafts=1, **settings), SchedulerConfig(draft_tokens=1))
+    engines = ModelEngine(model(), 8, mtp=True, **settings), ModelEngine(model(), 8, drafts=1, **settings)
+    for system in (together, PrefillDecode(*engines, decode=SchedulerConfig(draft_tokens=1))):
+        requests = [system.submit(i, prompt, 8) for i, prompt in enumerate(prompts)]
+        run_to_the_end(system)
+        assert [request.generated for request in requests] == expected
 
 
 def test_apart_with_everything_on_two_and_two_ranks(tmp_path):
