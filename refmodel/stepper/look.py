@@ -121,8 +121,8 @@ def _held(first, rows: np.ndarray):
         if place == len(rows) or rows[place] != first:
             raise ValueError(f"row {first} is not there yet; rows so far: {spans(rows)}")
         return place
-    if any(end is not None and end < 0 for end in (first.start, first.stop, first.step)):
-        raise ValueError(f"counting from the end needs all rows; rows so far: {spans(rows)}")
+    if any(end is not None and end < 0 for end in (first.start, first.stop, first.step)) or first.step == 0:
+        raise ValueError(f"only some rows are there, which count upwards from 0; rows so far: {spans(rows)}")
     stop = int(rows[-1]) + 1 if first.stop is None and len(rows) else first.stop or 0
     return np.flatnonzero(np.isin(rows, np.arange(first.start or 0, stop, first.step or 1)))
 
