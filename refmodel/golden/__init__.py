@@ -5,6 +5,7 @@ from refmodel.golden.compare import compare
 from refmodel.golden.dump import Dump, open_dump
 from refmodel.golden.locate import Location, locate
 from refmodel.golden.metrics import Difference, measure
+from refmodel.golden.replay import Step
 from refmodel.golden.report import Report, TensorResult
 from refmodel.golden.tolerance import EXACT, Tolerance, reproduce, suggest
 
@@ -15,6 +16,7 @@ __all__ = [
     "Dump",
     "Location",
     "Report",
+    "Step",
     "TensorResult",
     "Tolerance",
     "compare",

@@ -6,7 +6,7 @@ The engine's own routing is used as it is.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from refmodel.golden.looks import looks_like
 from refmodel.golden.metrics import measure
 from refmodel.golden.mistakes import mistakes_of
 from refmodel.golden.operators import Context, Operator, mtp_operators, operators
-from refmodel.golden.replay import Replay, as_stored
+from refmodel.golden.replay import Replay, Step, as_stored, step_replays
 from refmodel.golden.report import Report, TensorResult
 from refmodel.golden.tolerance import EXACT, TIE_MARGINS, UNIT_ROUNDOFF, Tolerance, one_operator
 from refmodel.golden.topk import compare_routes
@@ -83,6 +83,7 @@ def locate(
     lengths: tuple[int, ...] | None = None,
     phase: str = "prefill",
     mtp_token_ids=None,
+    steps: Sequence[Step] = (),
     tolerances: Mapping[str, Tolerance] | None = None,
     tie_margin: float | None = None,
     diagnose: bool = True,
@@ -92,7 +93,8 @@ def locate(
     model: the reference with the engine's weights and numerics. actual: a dump under our names (see `compare` for
     other forms: `open_dump`, `translate`, `join_ranks`). token_ids [T]: without them the embedding is not judged.
     lengths: rows of each request (default: one request). phase: "decode" if the engine's attention is absorbed.
-    mtp_token_ids: the tokens that entered the MTP layer, to judge that as well. Tensors of later steps are left out.
+    mtp_token_ids: the tokens that entered the MTP layer of the first pass, to judge that as well. steps: what stands
+    in the passes after the first one, whose tensors are called `step.1.…`, `step.2.…`; others are left out.
 
     Raises ValueError if nothing was captured that the model makes, or shapes do not fit the model.
     """
@@ -102,13 +104,10 @@ def locate(
     context = _context(model, dump, token_ids, lengths, phase)
     replays = [Replay(context, dump, operators(model))]
     if mtp_token_ids is not None:
-        shifted = replace(
-            context,
-            token_ids=np.asarray(mtp_token_ids),
-            lengths=lengths or (len(mtp_token_ids),),
-            position_shift=model.numerics.switches.mtp_position_shift,
-        )
+        shift = model.numerics.switches.mtp_position_shift
+        shifted = replace(context, token_ids=np.asarray(mtp_token_ids), position_shift=shift)
         replays.append(Replay(shifted, dump, mtp_operators(model), before=replays[0]))
+    replays += step_replays(replays[0], dump, steps)
     results, failed, misshapen = [], None, set()
     for replay in replays:
         for op in replay.operators:
@@ -116,12 +115,13 @@ def locate(
                 continue  # nothing follows from an input of a wrong shape, which was reported
             judged = _judge_operator(replay, op, numerics, tie, tolerances or {})
             misshapen |= {r.name for r in judged if r.status == "shape"}
+            judged = [replace(r, name=replay.prefix + r.name) for r in judged]
             failed = failed or next(((replay, op, r) for r in judged if not r.ok), None)
             results += judged
     if not results:
         raise ValueError(f"{dump.source}: none of its {len(dump)} tensors is made by an operator of the model")
     findings = _diagnose(*failed) if failed and diagnose else ()
-    notes = _notes(dump, replays, results)
+    notes = _notes(dump, replays)
     report = Report(tuple(results), _headline(results, findings), "replay from its own inputs", dump.source, notes)
     return Location(report, findings)
 
@@ -245,7 +245,7 @@ def _diagnose(replay: Replay, op: Operator, result: TensorResult) -> tuple[Findi
 
     Only the rows that are wrong are asked: a fault may be one rank's.
     """
-    name = result.name
+    name = result.name.removeprefix(replay.prefix)
     place = op.outputs.index(name)
     actual = as_stored(name, np.asarray(replay.captured[name]), replay.context.numerics)
     expected = replay.run(op)[place]
@@ -267,7 +267,9 @@ def _diagnose(replay: Replay, op: Operator, result: TensorResult) -> tuple[Findi
             except (ValueError, IndexError, TypeError):
                 continue  # this mistake is not possible with these shapes
             if after <= EXPLAINED * before:
-                found.append(Finding(mistake.name, suspect.outputs[0], mistake.text, before / size, after / size))
+                found.append(
+                    Finding(mistake.name, replay.prefix + suspect.outputs[0], mistake.text, before / size, after / size)
+                )
     return tuple(sorted(found, key=lambda f: f.error_after))
 
 
@@ -290,9 +292,9 @@ def _headline(results: list[TensorResult], findings: tuple[Finding, ...]) -> str
     return text
 
 
-def _notes(dump: Dump, replays: list[Replay], results) -> tuple[str, ...]:
-    made = {name for replay in replays for name in replay.maker}
-    later = sum(name.startswith("step.") for name in dump)
+def _notes(dump: Dump, replays: list[Replay]) -> tuple[str, ...]:
+    made = {replay.prefix + name for replay in replays for name in replay.maker}
+    later = sum(name.startswith("step.") and name not in made for name in dump)
     unknown = [n for n in dump if n not in made and not n.startswith(("step.", "request."))]
     absent = [n for n in replays[0].maker if n not in dump]
     notes = [f"{later} tensors of later steps are not replayed"] if later else []

@@ -95,14 +95,12 @@ def attention(context, q, kv_latent, k_pe, *, layer, **mistake):
     if mistake:
         return _attention_with(context, q, kv_latent, k_pe, layer, **mistake)
     config = context.config
-    rows = np.concatenate([kv_latent, k_pe], axis=1)
-    segments, start = [], 0
-    for length in context.lengths:
-        pool = PagePool(layer + 1, rows.shape[1], rows.dtype)
-        cache = LatentCache(pool)
-        cache.write(layer, 0, rows[start : start + length])
-        segments.append(Segment(cache, 0, start, start + length))
-        start += length
+    rows = np.concatenate([kv_latent, k_pe], axis=1)  # [T, C + P]
+    segments = []
+    for here, offset, all_rows in context.requests(layer, rows):
+        cache = LatentCache(PagePool(layer + 1, rows.shape[1], rows.dtype))
+        cache.write(layer, 0, all_rows)
+        segments.append(Segment(cache, offset, here.start, here.stop))
     batch = SimpleNamespace(segments=segments, phase=context.phase)
     state = SimpleNamespace(config=config, numerics=context.numerics, batch=batch)
     return attend_batch(state, context.weights.layer(layer), layer, q)
@@ -149,15 +147,20 @@ def _attention_with(
         "none": 1.0,
     }
     factor = factors[scale] * (np.log(2.0) if base2 else 1.0)
-    k_nope, v = _expanded(context, kv_latent, layer, split)
-    rope = np.repeat(k_pe[:, None], k_nope.shape[1], axis=1)
-    k = np.concatenate([k_nope, np.zeros_like(rope) if without_rope else rope], axis=2)
-    outs, start = [], 0
-    for length in (len(q),) if leak else context.lengths:
-        rows = slice(start, start + length)
-        wide = (numerics.widen(x[rows]) for x in (q, k, v))
-        outs.append(attend(*wide, factor, offset if causal else None, dtype=numerics.compute))
-        start += length
+    rows = np.concatenate([kv_latent, k_pe], axis=1)  # [T, C + P]
+    requests = context.requests(layer, rows)
+    if leak:
+        if context.past is not None:
+            raise ValueError("keys of other requests are visible: meant for rows without a past")
+        requests = [(slice(0, len(q)), 0, rows)]
+    outs = []
+    for here, before, all_rows in requests:
+        k_nope, v = _expanded(context, all_rows[:, :C], layer, split)
+        rope = np.repeat(all_rows[:, None, C:], k_nope.shape[1], axis=1)
+        k = np.concatenate([k_nope, np.zeros_like(rope) if without_rope else rope], axis=2)
+        wide = (numerics.widen(x) for x in (q[here], k, v))
+        visible = before + offset if causal else None
+        outs.append(attend(*wide, factor, visible, dtype=numerics.compute))
     heads = np.concatenate([o.out for o in outs])
     lse = np.concatenate([o.lse for o in outs])
     lse = lse / np.log(2.0) if lse_base2 or base2 else lse

@@ -64,7 +64,7 @@ def mtp_join(context, *inputs, layer, part, swapped=False, unshifted=False, zero
         rows = numerics.store(context.weights.embedding[ids], "embedding")
         first = numerics.switches.mtp_zero_position_0 != zero_first
         if first:
-            rows = np.where((context.positions() == context.position_shift)[:, None], rows.dtype.type(0), rows)
+            rows = np.where((context.slots() == 0)[:, None], rows.dtype.type(0), rows)
         return norm(context, rows, layer=layer, weight="enorm")
     e, h = reversed(inputs) if swapped else inputs
     joined = numerics.widen(np.concatenate([e, h], axis=1))  # [T, 2 D]

@@ -23,6 +23,8 @@ class Context:
 
     token_ids [T] (None where nobody says), lengths: rows of each request, one after the other; phase as in
     `Model.forward`; position_shift is added to every RoPE position (the MTP layer's slot i is position i + 1).
+    offsets: cache slot of each request's first row (default 0). past(layer): for each request the cache rows
+    [offset, C + P] before its first one; None where all offsets are 0.
     """
 
     model: object
@@ -30,6 +32,8 @@ class Context:
     lengths: tuple[int, ...] = ()
     phase: str = "prefill"
     position_shift: int = 0
+    offsets: tuple[int, ...] = ()
+    past: Callable[[int], list[np.ndarray]] | None = None
 
     @property
     def config(self):
@@ -43,9 +47,24 @@ class Context:
     def weights(self):
         return self.model.weights
 
+    def slots(self) -> np.ndarray:
+        """Cache slot of each row, [T]."""
+        offsets = self.offsets or (0,) * len(self.lengths)
+        return np.concatenate([o + np.arange(n) for o, n in zip(offsets, self.lengths)]).astype(np.int64)
+
     def positions(self) -> np.ndarray:
-        """RoPE position of each row: counted from 0 in each request."""
-        return np.concatenate([np.arange(n) for n in self.lengths]).astype(np.int64) + self.position_shift
+        """RoPE position of each row, [T]."""
+        return self.slots() + self.position_shift
+
+    def requests(self, layer: int, rows: np.ndarray) -> list[tuple[slice, int, np.ndarray]]:
+        """For each request its rows here, its offset, and all its cache rows [offset + length, C + P]."""
+        before = self.past(layer) if self.past is not None else [rows[:0]] * len(self.lengths)
+        found, start = [], 0
+        for length, old in zip(self.lengths, before):
+            here = slice(start, start + length)
+            found.append((here, len(old), np.concatenate([old, rows[here]])))
+            start += length
+        return found
 
 
 class Operator(NamedTuple):

@@ -1,6 +1,7 @@
 """Run single operators on the tensors that an engine had as their inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -8,6 +9,22 @@ import numpy as np
 from refmodel.golden.operators import Context, Operator, operators
 from refmodel.golden.ulp import has_ulp, widen
 from refmodel.numerics import round_to
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass after the first: the rows of each request in it, one after the other.
+
+    requests: which requests of the first pass these are (default: all, in order). slots: cache slot of each one's first
+    row (default: behind what its cache holds; less than that where drafts were rejected). phase: the form of attention.
+    """
+
+    lengths: tuple[int, ...]
+    token_ids: np.ndarray | None = None
+    phase: str = "decode"
+    requests: tuple[int, ...] | None = None
+    slots: tuple[int, ...] | None = None
+
 
 INTEGERS = ("topk_idx",)
 WIDE = ("logits", "topk_weights", "lse", "scale")
@@ -19,7 +36,8 @@ class Replay:
     A tensor that the engine did not capture is computed from those that it did, as far back as needed. Captured values
     are taken as they are, in the dtype that this model stores there. Rows are the tokens of the requests of `context`.
     wrong: keywords of mistakes for the operators that make the tensors of these names. before: the replay that makes
-    what these operators need and do not make (the MTP layer needs the main model's state).
+    what these operators need and do not make (the MTP layer needs the main model's state). prefix: what the engine's
+    names have in front of those in `captured` (`step.3.`).
     """
 
     def __init__(
@@ -29,7 +47,9 @@ class Replay:
         ops: list[Operator] | None = None,
         wrong: Mapping[str, dict] | None = None,
         before: "Replay | None" = None,
+        prefix: str = "",
     ):
+        self.prefix = prefix
         self.context, self.captured, self.wrong, self.before = context, captured, dict(wrong or {}), before
         self.operators = operators(context.model) if ops is None else ops
         self.maker = {name: op for op in self.operators for name in op.outputs}
@@ -83,3 +103,58 @@ def as_stored(name: str, array: np.ndarray, numerics) -> np.ndarray:
     if not has_ulp(array.dtype):
         raise ValueError(f"{name}: dtype {array.dtype}; a floating-point dtype is required")
     return round_to(widen(np.ascontiguousarray(array)), target)
+
+
+def step_replays(first: Replay, captured: Mapping[str, np.ndarray], steps: Sequence[Step]) -> list[Replay]:
+    """A replay of each later pass, whose attention reads the cache rows of the passes before it.
+
+    Raises ValueError for a request that the first pass does not have, or a slot behind the end of its cache.
+    """
+    lengths = dict(enumerate(first.context.lengths))
+    history = [(first, tuple(lengths), (0,) * len(lengths))]
+    made = []
+    for number, step in enumerate(steps, 1):
+        requests = tuple(lengths) if step.requests is None else step.requests
+        if len(requests) != len(step.lengths) or not set(requests) <= set(lengths):
+            raise ValueError(
+                f"step {number}: requests {requests} with lengths {step.lengths}; there are {list(lengths)}"
+            )
+        slots = tuple(lengths[r] for r in requests) if step.slots is None else step.slots
+        if any(slot > lengths[r] for r, slot in zip(requests, slots)):
+            raise ValueError(f"step {number}: slots {slots} are behind the ends {[lengths[r] for r in requests]}")
+        prefix = f"step.{number}."
+        past = _Past(tuple(history), requests, slots)
+        context = replace(
+            first.context,
+            token_ids=None if step.token_ids is None else np.asarray(step.token_ids),
+            lengths=tuple(step.lengths),
+            phase=step.phase,
+            offsets=slots,
+            past=past,
+        )
+        mine = {n.removeprefix(prefix): captured[n] for n in captured if n.startswith(prefix)}
+        made.append(Replay(context, mine, first.operators, prefix=prefix))
+        history.append((made[-1], requests, slots))
+        lengths |= {r: slot + n for r, slot, n in zip(requests, slots, step.lengths)}
+    return made
+
+
+@dataclass(frozen=True)
+class _Past:
+    """Cache rows before a pass: called with a layer, gives [slot, C + P] for each of its requests."""
+
+    history: tuple
+    requests: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    def __call__(self, layer: int) -> list[np.ndarray]:
+        rows: dict[int, np.ndarray] = {}
+        for replay, requests, slots in self.history:
+            p = f"layers.{layer}.attn_proj."
+            new = np.concatenate([replay.value(p + "kv_latent"), replay.value(p + "k_pe")], axis=1)
+            start = 0
+            for request, slot, length in zip(requests, slots, replay.context.lengths):
+                old = rows.get(request, new[:0])
+                rows[request] = np.concatenate([old[:slot], new[start : start + length]])
+                start += length
+        return [rows[request][:slot] for request, slot in zip(self.requests, self.slots)]

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from refmodel import Model, ModelConfig, record
-from refmodel.golden import locate
+from refmodel.generate import generate
+from refmodel.golden import Step, locate
 from refmodel.golden.mistakes import MISTAKES
 from refmodel.golden.mutants import Engine, Mutant, example_engine, score, summary
 from refmodel.golden.operators import Context, mtp_operators, operators
@@ -271,3 +272,64 @@ def test_all_planted_faults_are_located_and_nine_in_ten_diagnosed(numerics):
     assert len({o.mutant.mistake.name for o in outcomes}) >= 60
     assert all(o.located for o in outcomes), summary(outcomes)
     assert sum(o.diagnosed for o in outcomes) >= 0.9 * len(outcomes), summary(outcomes)
+
+
+def speculative_run(model):
+    """All tensors of a prefill and the decode steps after it, two requests, and what stood in each step."""
+    steps = []
+
+    class Watched:
+        config, new_cache = model.config, staticmethod(model.new_cache)
+        mtp_step = staticmethod(model.mtp_step)
+
+        @staticmethod
+        def step(items, phase, prefix=""):
+            steps.append((items, phase))
+            return model.step(items, phase, prefix)
+
+    with record() as tensors:
+        generate(Watched, [IDS[:9], IDS[9:14]], 6, speculative=True)
+    described = [
+        Step(
+            tuple(len(i.token_ids) for i in items),
+            np.concatenate([i.token_ids for i in items]),
+            phase,
+            tuple(i.request for i in items),
+            tuple(i.slot for i in items),
+        )
+        for items, phase in steps
+    ]
+    return {name: tensors[name] for name in tensors}, described
+
+
+# vllm-project/vllm#47448: faults that show only in decode
+@pytest.mark.parametrize("numerics", ["fp8", "float32"])
+def test_later_steps_are_replayed_from_the_cache_of_those_before(numerics):
+    model = Model.from_pretrained(EXAMPLE, numerics=numerics)
+    tensors, (first, *later) = speculative_run(model)
+    assert len(later) >= 3
+    assert any(length > 1 for step in later for length in step.lengths)
+    options = dict(token_ids=first.token_ids, lengths=first.lengths, steps=later)
+    location = locate(model, tensors, **options)
+    assert location.ok, location.headline
+    main = [r for r in location.report.results if r.name.startswith("step.2.")]
+    assert len(main) > 50
+    assert {r.status for r in main} == {"identical"}
+    name = "step.2.layers.1.attn_core.heads"
+    rows = tensors[name]
+    wrong = {**tensors, name: np.roll(rows, 1, axis=1)}
+    assert locate(model, wrong, **options).first.name == name
+    stale = {
+        **tensors,
+        "step.1.layers.1.attn_proj.k_pe": tensors["step.1.layers.1.attn_proj.k_pe"] * rows.dtype.type(1.5),
+    }
+    found = locate(model, stale, **options)
+    assert found.first.name == "step.1.layers.1.attn_proj.k_pe"
+
+
+def test_steps_that_cannot_be_are_refused():
+    model = Model.from_pretrained(EXAMPLE, numerics="bfloat16")
+    tensors = recorded(model)
+    for step, words in ((Step((1, 1)), "there are"), (Step((1,), slots=(99,)), "behind the ends")):
+        with pytest.raises(ValueError, match=words):
+            locate(model, tensors, token_ids=IDS, steps=[step])
