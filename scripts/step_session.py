@@ -4,13 +4,12 @@ import atexit
 import bdb
 import json
 import os
-import re
 import signal
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from refmodel.stepper import Golden
+from refmodel.stepper import STAGE_NAMES, Golden
 from scripts import step_golden, step_looks, step_moves, step_origins  # noqa: F401 - commands enter themselves
 from scripts.compare import plain
 from scripts.step_registry import COMMANDS, Quit, Reply, command, find
@@ -191,7 +190,7 @@ def completions(stepper, before: list[str], text: str) -> list[str]:
         if name == "continue":
             words += list(step_moves.KEYWORDS)
         if before[-1] == "stage":
-            words = sorted({re.sub(r".*\.", "", op.scope.prefix.rstrip(".")) for op in stepper.operations})
+            words = list(STAGE_NAMES)
     return sorted(word for word in words if word.startswith(text))
 
 

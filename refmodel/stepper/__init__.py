@@ -18,9 +18,10 @@ from refmodel.stepper.engine import Stepper
 from refmodel.stepper.golden import Golden
 from refmodel.stepper.look import Histogram, Statistics, has_nan, histogram, parse_selection, select, statistics
 from refmodel.stepper.origin import Origin, origins_of_row, origins_of_tensor_row, whereabouts
-from refmodel.stepper.target import Stop
+from refmodel.stepper.target import STAGE_NAMES, Stop
 
 __all__ = [
+    "STAGE_NAMES",
     "Golden",
     "Histogram",
     "Origin",
