@@ -77,6 +77,8 @@ def judge_tensor(name: str, left: Dump, right: Dump, options: Options) -> Tensor
         result = _compare_ids(base, r, a, left, options, valid)
     elif (ids := ids_of(name, left)) and ids in right and right[ids].shape == r.shape == left[ids].shape:
         result = _compare_weights(base, r, a, ids, left, right, options, valid)
+    elif (slots := _slot_order(name, r, left, right)) is not None:
+        result = _compare_slots(base, r, a, slots, options)
     else:
         result = _judge(base, r, a, options, valid)
     if result.ok and r.dtype != a.dtype and options.dtypes == "error":
@@ -163,6 +165,29 @@ def _compare_weights(base, r, a, ids: str, left: Dump, right: Dump, options: Opt
     if skipped:
         result = replace(result, note=f"{skipped} rows with other experts not compared")
     return result
+
+
+def _slot_order(name: str, r: np.ndarray, left: Dump, right: Dump) -> np.ndarray | None:
+    """For tensors of experts with a row per slot (token * K + k): the actual row of each of the reference's rows, -1
+    where the token chose another expert or none. None for other tensors, and where both chose in one order."""
+    layer, experts, _ = name.rpartition(".experts.")
+    ids = f"{layer}.attn_core.router.topk_idx"
+    if not experts or ids not in left or ids not in right:
+        return None
+    ours, theirs = left[ids], right[ids]
+    if ours.shape != theirs.shape or ours.size != len(r) or np.array_equal(ours, theirs):
+        return None
+    routes = compare_routes(ours, theirs, None, 0.0)
+    first_slot = np.arange(len(ours))[:, None] * ours.shape[1]
+    return np.where(routes.flipped[:, None] | (ours < 0), -1, first_slot + routes.order).reshape(-1)
+
+
+def _compare_slots(base: TensorResult, r, a, slots: np.ndarray, options: Options) -> TensorResult:
+    """Rows follow their experts, as weights do."""
+    here = slots >= 0
+    result = _judge(base, r[here], a[slots[here]], options, None)
+    note = f"slots by expert, {int((~here).sum())} of {here.size} rows not compared"
+    return replace(result, note=f"{result.note}; {note}" if result.note else note)
 
 
 def _judge_by_source(base: TensorResult, r, a, keys: Keys, right: Dump, options: Options) -> TensorResult:

@@ -257,6 +257,7 @@ def _diagnose(replay: Replay, op: Operator, result: TensorResult) -> tuple[Findi
     before = float(np.linalg.norm(errors[asked]))
     found = []
     for suspect in replay.segment(op):
+        where = name if suspect is op else suspect.outputs[0]
         for mistake in mistakes_of(suspect.kind):
             wrong = Replay(
                 replay.context, replay.captured, replay.operators, {suspect.outputs[0]: mistake.how}, replay.before
@@ -267,9 +268,7 @@ def _diagnose(replay: Replay, op: Operator, result: TensorResult) -> tuple[Findi
             except (ValueError, IndexError, TypeError):
                 continue  # this mistake is not possible with these shapes
             if after <= EXPLAINED * before:
-                found.append(
-                    Finding(mistake.name, replay.prefix + suspect.outputs[0], mistake.text, before / size, after / size)
-                )
+                found.append(Finding(mistake.name, replay.prefix + where, mistake.text, before / size, after / size))
     return tuple(sorted(found, key=lambda f: f.error_after))
 
 
@@ -287,8 +286,8 @@ def _headline(results: list[TensorResult], findings: tuple[Finding, ...]) -> str
     text = f"{first.name} does not follow from its inputs: {reason(first)}"
     if findings:
         best = findings[0]
-        where = "" if best.tensor == first.name else f" in {best.tensor}"
-        text += f"; it equals ours {best.text}{where} (leaves {best.error_after:.2g} of {best.error_before:.2g})"
+        where = "" if best.tensor == first.name else f", at {best.tensor}"
+        text += f"; it equals ours {best.text}{where} (which leaves {best.error_after:.2g} of {best.error_before:.2g})"
     return text
 
 

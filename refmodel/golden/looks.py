@@ -54,9 +54,9 @@ def _moved(r: np.ndarray, a: np.ndarray, error: float) -> str | None:
 
 
 def _span(flags: np.ndarray, what: str) -> str | None:
-    """Which of the rows or columns differ; None where it is all or none of them."""
+    """Which of the rows or columns differ; None where it is none or more than half of them."""
     bad = np.flatnonzero(flags)
-    if len(bad) == 0 or len(bad) == len(flags):
+    if len(bad) == 0 or 2 * len(bad) > len(flags):
         return None
     first, last = int(bad[0]), int(bad[-1])
     if last - first + 1 != len(bad):

@@ -1,23 +1,27 @@
 """Engines of our own with one planted fault each, to see whether `locate` finds it.
 
-`python -m refmodel.golden.mutants` prints the score.
+`python -m refmodel.golden.mutants` prints the score; with `--plant` it writes what one such engine would capture.
 An engine is the chain of operators, computed in float32 so that it has rounding noise of its own, with one mistake at
 one layer, for all tokens or for those of one rank.
 """
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from refmodel.golden.bundle import read_bundle
 from refmodel.golden.judge import status_of
 from refmodel.golden.locate import Location, locate, operator_rule
 from refmodel.golden.metrics import measure
-from refmodel.golden.mistakes import Mistake, mistakes_of
+from refmodel.golden.mistakes import MISTAKES, Mistake, mistakes_of
 from refmodel.golden.operators import Context, Operator, mtp_operators, operators
 from refmodel.golden.replay import Replay
 from refmodel.golden.topk import compare_routes, ids_of, is_topk_idx
 from refmodel.model import Model
+from refmodel.presets import EXAMPLE
+from refmodel.tensor_file import save_tensors
 
 RANKS = 4
 
@@ -59,9 +63,9 @@ class Outcome:
 
     @property
     def diagnosed(self) -> bool:
-        return self.located and any(
-            (f.mistake, f.tensor) == (self.mutant.mistake.name, self.mutant.tensor) for f in self.location.findings[:1]
-        )
+        best = self.location.findings[:1] if self.located else ()
+        places = (self.mutant.tensor, self.changed)
+        return any(f.mistake == self.mutant.mistake.name and f.tensor in places for f in best)
 
 
 class Engine:
@@ -161,8 +165,6 @@ class Engine:
 
 def example_engine(numerics: str, tokens: int = 40) -> Engine:
     """The example model judged in float64 arithmetic, as an engine in float32 arithmetic; two requests."""
-    from refmodel.presets import EXAMPLE
-
     text = b"A cat sat on the mat. 12 + 30 = 42, and so on to the very end of the line."
     ids = np.frombuffer(text, np.uint8)[:tokens].astype(np.int64)
     judge = Model.from_pretrained(EXAMPLE, numerics=numerics)
@@ -194,6 +196,48 @@ def summary(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def plant(golden_path, mistake: str, tensor: str, out) -> None:
+    """Write what an engine with one mistake would have captured for the prompts of a golden of the example model.
+
+    Its arithmetic is ours, so that the same file comes out on every machine.
+    Raises ValueError for a mistake or a tensor that do not exist or do not go together.
+    """
+    golden = read_bundle(golden_path)
+    known = {m.name: m for m in MISTAKES}
+    if mistake not in known:
+        raise ValueError(f"no mistake {mistake!r}; there are {', '.join(known)}")
+    prompts = sorted(name for name in golden.order if name.startswith("request."))
+    ids = [np.asarray(golden.tensors[name]) for name in prompts]
+    judge = Model.from_pretrained(EXAMPLE, numerics=golden.numerics)
+    made = Engine(judge, judge, np.concatenate(ids), tuple(map(len, ids)))
+    op = next((o for o in made.operators if tensor in o.outputs), None)
+    if op is None or op.kind not in known[mistake].kinds:
+        raise ValueError(
+            f"mistake {mistake} is one of {', '.join(known[mistake].kinds)}; {tensor!r} is not made by one"
+        )
+    tensors = made.run(Mutant(known[mistake], op.outputs[0], None))
+    save_tensors(out, {name: tensors[name] for name in golden.order if name in tensors})
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the score, or write the tensors of one engine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plant", metavar="MISTAKE", help="write the tensors of an engine with this mistake")
+    parser.add_argument("--at", metavar="TENSOR", help="an output of the operator that has it")
+    parser.add_argument("--golden", metavar="FILE", help="golden of the example model, for its prompts and numerics")
+    parser.add_argument("--out", metavar="FILE", help="file to write")
+    args = parser.parse_args(argv)
+    if args.plant is None:
+        for name in ("float32", "fp8"):
+            print(f"{name}: {summary(score(example_engine(name)))}")
+    elif None in (args.at, args.golden, args.out):
+        parser.error("--plant needs --at, --golden and --out")
+    else:
+        try:
+            plant(args.golden, args.plant, args.at, args.out)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+
+
 if __name__ == "__main__":
-    for name in ("float32", "fp8"):
-        print(f"{name}: {summary(score(example_engine(name)))}")
+    main()

@@ -101,7 +101,7 @@ def test_what_was_not_captured_is_bridged_and_the_cause_still_found():
     location = made.locate(sparse)
     assert location.first.name == "layers.1.attn_core.residual"
     assert (location.findings[0].mistake, location.findings[0].tensor) == ("mscale_missing", "layers.1.attn_core.heads")
-    assert "with mscale missing in the softmax scale in layers.1.attn_core.heads" in location.headline
+    assert "with mscale missing in the softmax scale, at layers.1.attn_core.heads" in location.headline
     assert any("not captured and are recomputed" in note for note in location.report.notes)
 
 
