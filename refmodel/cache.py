@@ -68,6 +68,7 @@ class LatentCache:
         self.length = 0
         #: per layer, how many leading rows have been written: a key is read only after it was written
         self.written = [0] * pool.num_layers
+        self._ahead: dict[int, dict[int, int]] = {}  # layer -> first row -> end of what was written behind a gap
 
     def reserve(self, tokens: int):
         """Hold pages for `tokens` tokens."""
@@ -84,8 +85,18 @@ class LatentCache:
             count = min(PAGE_SIZE - slot, len(rows) - done)
             pages[self.block_table[page], slot : slot + count] = rows[done : done + count]
             done += count
-        if start <= self.written[layer]:  # rows behind a gap do not count before the gap is filled in order
-            self.written[layer] = start + len(rows)
+        self._count(layer, start, start + len(rows))
+
+    def _count(self, layer, start, stop):
+        """Rows behind a gap count once the gap is filled."""
+        ahead = self._ahead.setdefault(layer, {})
+        if start > self.written[layer]:
+            ahead[start] = stop
+            return
+        self.written[layer] = stop
+        for row in sorted(ahead):
+            if row <= self.written[layer]:
+                self.written[layer] = max(self.written[layer], ahead.pop(row))
 
     def rows(self, layer: int, tokens: int | None = None) -> np.ndarray:
         """A copy of the first `tokens` (default: all valid) rows of a layer: [tokens, C + P]."""
@@ -113,6 +124,7 @@ class LatentCache:
             raise ValueError(f"truncate to {tokens} tokens: the cache holds {self.length}")
         self.length = tokens
         self.written = [min(written, tokens) for written in self.written]
+        self._ahead.clear()
         for page in reversed(self.block_table[-(-tokens // PAGE_SIZE) :]):
             self.pool.release(page)
         del self.block_table[-(-tokens // PAGE_SIZE) :]

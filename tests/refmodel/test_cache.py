@@ -32,6 +32,23 @@ def test_blocks_are_zero_behind_the_last_token():
     np.testing.assert_array_equal(cache.rows(0), rows)  # a copy was zeroed, not the page
 
 
+def test_rows_behind_a_gap_count_once_it_is_filled():
+    cache, row = LatentCache(PagePool(2, 4, np.float64)), np.ones((10, 4))
+    cache.write(0, 3, row[:2])
+    cache.write(0, 7, row[:1])
+    assert cache.written == [0, 0]
+    cache.write(0, 0, row[:3])
+    assert cache.written == [5, 0]
+    cache.write(0, 5, row[:2])
+    assert cache.written == [8, 0]
+    cache.write(0, 6, row[:1])  # a shorter run of drafts in place of rejected ones
+    assert cache.written == [7, 0]
+    cache.write(0, 9, row[:1])
+    cache.truncate(0)
+    cache.write(0, 0, row[:9])
+    assert cache.written == [9, 0]  # what was behind the gap is forgotten
+
+
 def test_truncating_gives_pages_back():
     pool = PagePool(2, 4, np.float64, max_pages=4)
     cache, rows = filled(pool, 250, 0)
