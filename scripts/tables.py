@@ -1,5 +1,6 @@
 """Tables that several commands print."""
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +18,7 @@ def volume_table(volumes: dict, title: str) -> Table:
         for name in next(iter(next(iter(volumes.values())).values()))
         if any(classes[name] for links in volumes.values() for classes in links.values())
     ]
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("direction")
     table.add_column("link")
     for name in (*used, "total"):
@@ -31,7 +32,7 @@ def volume_table(volumes: dict, title: str) -> Table:
 
 def matrix_table(matrix, title: str) -> Table:
     """A rank-by-rank matrix of integers."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for rank in range(len(matrix)):
         table.add_column(str(rank), justify="right")
