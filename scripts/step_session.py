@@ -64,6 +64,8 @@ class Session:
         try:
             found = find(words[0])
             self._repeat = line if found.name in ("next", "step") else ""
+            if found.name not in ("help", "restart", "quit"):
+                self.stepper.settle()
             reply = found.run(self, words[1:])
             self._differs |= reply.differs
             self._say(reply, found.name)

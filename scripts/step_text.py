@@ -40,6 +40,8 @@ def where(stepper) -> tuple[list[str], dict]:
         total = len(made) + stepper.num_hidden
         text = f"inside {label(stepper, stepper.last)}: tensor {len(made)} of {total}, {stepper.inside}"
         return [text], data | {"operation": place(stepper, stepper.last)}
+    if stepper.stuck is not None:
+        return [f"stuck after {done} operations: {stepper.stuck}"], data | {"stuck": str(stepper.stuck)}
     if stepper.here is None:
         return [f"at the end: {done} operations ran"], data
     return [f"next: {label(stepper, stepper.here)} ({done} done)"], data

@@ -22,9 +22,10 @@ class Stepper:
     prompts: lists of token ids. new_tokens: how many to generate behind the prefill; 0 for the prefill alone.
     settings: those of `refmodel.generate.passes` (`speculative`, `temperature`, ...).
 
-    here: the operation that comes next, None at the end. last: the one that ran last. inside: the name of the tensor
-    that one stands at, None between operations. num_done: operations that ran. tensors: name -> the rows so far of all
-    that was named. work: the pass that `here` belongs to (`last`, at the end).
+    here: the operation that comes next, None at the end. operations: those that ran. last: the last of them. inside:
+    the name of the tensor that one stands at, None between operations. tensors: name -> the rows so far of all that
+    was named. works: the passes that have begun. routes: what each rank received in each exchange. stuck: why no
+    operation can come next, where ranks wait for each other.
     steps: logits and hidden state of each request, once the pass is over. generated: the end of a generation.
     Raises ValueError for prompts that the engine does not take.
     """
@@ -48,18 +49,20 @@ class Stepper:
         self.here = self.inside = self.generated = None
         self._last_work: Work | None = None
         self.steps: list[Step] = []
-        self.num_done = 0
+        self._goal = 0  # how many operations ran, or are to have run once `settle` is over
         self._made, self._hidden = Recording(), []  # what the last operation named, and what of it is not shown yet
         self._walk = self._operations()
         self._broken = True  # until a move is over: what breaks off in between is run again from the start
-        self.here = next(self._walk, None)
-        self._broken = False
+        self.stuck: Exception | None = None
+        self._fetch()
+        self._check_stuck()
 
     def next(self) -> Operation | None:
         """Finish the operation one is inside of, else run the next one. Returns it; None at the end of the run."""
-        self._settle()
+        self.settle()
         if self.inside is None:
             if self.here is None:
+                self._check_stuck()
                 return None
             self._execute()
         self._leave()
@@ -70,10 +73,11 @@ class Stepper:
 
         Returns its name; None if the operation that just ran names none, or at the end of the run (`here` is None).
         """
-        self._settle()
+        self.settle()
         if not self._hidden:
             self.inside = None
             if self.here is None:
+                self._check_stuck()
                 return None
             self._execute()
         self.inside = self._show() if self._hidden else None
@@ -101,7 +105,7 @@ class Stepper:
         """
         target = Target(stage, layer, rank, micro_batch, step)
         target.check(self.config, self.num_ranks)
-        self._settle()
+        self.settle()
         if tensor is not None or check is not None:
             return self._until_tensor(tensor, target, check, interrupted)
         return self._until_operation(target, interrupted)
@@ -110,9 +114,9 @@ class Stepper:
         """To before the operation that was last (or `count` of them), by running everything before it again."""
         if count < 1:
             raise ValueError(f"back {count}: must be at least 1")
-        if self.num_done == 0 and not self._broken:
+        if self._goal == 0 and not self._broken:
             raise ValueError("back: this is the beginning of the run")
-        self._replay(max(0, self.num_done - count))
+        self._replay(max(0, self._goal - count))
 
     def debug(self, debugger):
         """Run the next operation under `debugger` (a `pdb.Pdb`), from its first line.
@@ -120,7 +124,7 @@ class Stepper:
         Inside an operation, that operation runs again and stops on the line after the one that named the tensor one
         stands at. Raises `bdb.BdbQuit` where the person quits; one is then before the operation.
         """
-        self._settle()
+        self.settle()
         wanted = self.inside
         if wanted is not None:
             self.back()
@@ -128,6 +132,11 @@ class Stepper:
         elif self.here is not None:
             self._execute(lambda operation: _traced(debugger, operation))
         self._leave()
+
+    def settle(self):
+        """Where an operation broke off, run again what was done before it. Every move does this first."""
+        if self._broken:
+            self._replay(self._goal)
 
     # What there is to see.
 
@@ -139,7 +148,7 @@ class Stepper:
     @property
     def done(self) -> bool:
         """Whether the run is over."""
-        return self.here is None and not self._broken
+        return self.here is None and not self._broken and self.stuck is None
 
     @property
     def at(self) -> Operation:
@@ -215,9 +224,21 @@ class Stepper:
         self._made, self._hidden = made, list(made)
         self.operations.append(operation)
         self._last_work, self.inside = work, None
-        self.num_done += 1
-        self.here = next(self._walk, None)
+        self._goal += 1
+        self._fetch()
+
+    def _fetch(self):
+        """Find what comes next. Where nothing can, the next move says why; one can still look, and go back."""
+        self.here = None
+        try:
+            self.here = next(self._walk, None)
+        except Exception as error:
+            self.stuck = error
         self._broken = False
+
+    def _check_stuck(self):
+        if self.stuck is not None:
+            raise self.stuck
 
     def _show(self) -> str:
         name = self._hidden.pop(0)
@@ -229,18 +250,13 @@ class Stepper:
             self._show()
         self.inside = None
 
-    def _settle(self):
-        """After an operation that broke off: run again what was done before it."""
-        if self._broken:
-            self._replay(self.num_done)
-
     def _replay(self, count: int):
         self.restart()
         for _ in range(count):
             try:
                 self._execute()
             except BaseException:
-                self.num_done = count  # where one wanted to be, for the next try
+                self._goal = count  # where one wanted to be, for the next try
                 raise
             self._leave()
 
@@ -255,6 +271,7 @@ class Stepper:
                         return Stop("tensor", name, detail)
             self.inside = None
             if self.here is None:
+                self._check_stuck()
                 return Stop("end")
             if interrupted():
                 return Stop("interrupted")
@@ -273,6 +290,7 @@ class Stepper:
             if now and (target.stage is not None or not was):
                 return Stop("operation")
             was = now
+        self._check_stuck()
         return Stop("end")
 
 

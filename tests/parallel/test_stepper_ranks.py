@@ -199,7 +199,10 @@ def test_a_deadlock_is_said_and_one_can_go_back():
             run.until()
         done = len(run.operations)
         assert not run.done
+        assert len(run.mailbox()) == 1  # what was sent is there to be looked at
         with pytest.raises(DeadlockError):
             run.next()
+        with pytest.raises(DeadlockError):
+            run.until("never")
         run.back()
         assert len(run.operations) == done - 1
