@@ -28,7 +28,6 @@ from refmodel.golden.ulp import widen
 EXPLAINED = 0.25  # a mistake is the cause if it leaves at most this part of the error
 BAD_ROW = 0.05  # of the worst row's error: rows below it are not asked what went wrong
 WIDE_KINDS = ("router_logits", "router", "logits")  # stored as wide as they are computed, in every numerics
-SENSITIVITY = {"attention": 10.0}  # scores of size 10 and more go through an exponential
 
 
 @dataclass(frozen=True)
@@ -169,21 +168,32 @@ def _judge_operator(replay: Replay, op: Operator, numerics: str, tie: float, rul
             f"{names[0]}: the captured inputs {', '.join(op.inputs)} do not fit the model: {error}"
         ) from None
     segment = replay.segment(op)
+    magnified = _magnification(replay, segment)
     limit = tie if len(segment) == 1 else max(tie, TIE_MARGINS[numerics])
     results = []
     for name in names:
         rule = next((t for pattern, t in rules.items() if re.search(pattern, name)), None)
         dtypes = (expected[name].dtype, replay.captured[name].dtype)
         coarse = max(dtypes, key=lambda d: UNIT_ROUNDOFF.get(d, 0.0))
-        rule = operator_rule(segment, coarse, expected[name].size, numerics) if rule is None else rule
+        rule = operator_rule(segment, coarse, expected[name].size, numerics, magnified) if rule is None else rule
         results.append(_judge_output(replay, name, expected, rule, limit))
     return results
 
 
-def operator_rule(segment: list[Operator], dtype, size: int, numerics: str) -> Tolerance:
+def _magnification(replay: Replay, segment: list[Operator]) -> float:
+    """How much rounding grows on its way through attention: an exponential magnifies the rounding of a score by the
+    size of the score, of which the lse is a measure."""
+    largest = 0.0
+    for op in segment:
+        if op.kind == "attention":
+            lse = widen(np.ascontiguousarray(replay.value(op.outputs[1])))
+            largest = max(largest, float(np.abs(lse[np.isfinite(lse)]).max(initial=0.0)))
+    return 10.0 + largest / 2 if largest else 1.0
+
+
+def operator_rule(segment: list[Operator], dtype, size: int, numerics: str, magnified: float = 1.0) -> Tolerance:
     """The tolerance for the output of the last of these operators, whose first inputs agree to the bit."""
     wide = len(segment) == 1 and segment[0].kind in WIDE_KINDS and numerics != "float64"
-    magnified = max(SENSITIVITY.get(op.kind, 1.0) for op in segment)
     return one_operator(dtype, "float32" if wide else numerics, size, len(segment), magnified)
 
 

@@ -161,9 +161,9 @@ def one_operator(dtype, numerics: str, size: int, operators: int = 1, sensitivit
     """The rule for the output of one operator whose inputs agree to the bit.
 
     An implementation rounds a few intermediate results that this one keeps wide: 8 roundings of the output's format
-    against the root mean square, 2 as a norm, 3 as the norm of a row. A factor common to all elements cannot come
-    from rounding at all.
-    Where operands are quantised to FP8, another way of dividing by the scale moves single codes to a neighbour.
+    (16 of float32) against the root mean square, 2 as a norm, 3 as the norm of a row. A factor common to all elements
+    cannot come from rounding at all. Where operands are quantised to FP8, another way of dividing by the scale moves
+    single codes to a neighbour.
     `operators` of them in a row, of which only the last one's output is known, add up like a random walk.
     sensitivity: how much the operator magnifies the rounding of its wide arithmetic (an exponential of a score of
     size 10 by 10), which counts where the output is as wide as that arithmetic.
@@ -177,9 +177,10 @@ def one_operator(dtype, numerics: str, size: int, operators: int = 1, sensitivit
         return Tolerance(ulps=1, differing=0.02, reason="E4M3 codes: a neighbour, in 2 % of the elements")
     if unit < 2.0**-24:
         return Tolerance(rtol=1e-12, rms=1e-12, reason="float64: 1e-12 relative")
+    most = 16 if unit == 2.0**-24 else 8
     unit *= DOT_PRODUCT / 8 * sensitivity if unit == 2.0**-24 else 1.0
     unit *= float(np.sqrt(operators))
     scale = unit / 4 + 8 * unit / float(np.sqrt(max(size, 1)))
     count = f"{operators} operators" if operators > 1 else "one operator"
-    reason = f"{count} in {numerics}: 8 roundings of {unit:.2g}, as a norm 2, by row 3"
-    return Tolerance(rtol=8 * unit, rms=8 * unit, scale=scale, norm=2 * unit, row=3 * unit, reason=reason)
+    reason = f"{count} in {numerics}: {most} roundings of {unit:.2g}, as a norm 2, by row 3"
+    return Tolerance(rtol=most * unit, rms=most * unit, scale=scale, norm=2 * unit, row=3 * unit, reason=reason)

@@ -268,7 +268,11 @@ def test_a_sample_of_planted_faults_is_located_and_diagnosed():
 @pytest.mark.long
 @pytest.mark.parametrize("numerics", ["float32", "fp8"])
 def test_all_planted_faults_are_located_and_nine_in_ten_diagnosed(numerics):
-    outcomes = [o for o in score(engine(numerics)) if not o.equal]
+    made = engine(numerics)
+    mutants = list(made.mutants())
+    if numerics == "fp8":  # what FP8 adds, and a third of the rest
+        mutants = [m for i, m in enumerate(mutants) if i % 3 == 0 or "quantize" in m.mistake.kinds]
+    outcomes = [o for o in score(made, mutants) if not o.equal]
     assert len({o.mutant.mistake.name for o in outcomes}) >= 60
     assert all(o.located for o in outcomes), summary(outcomes)
     assert sum(o.diagnosed for o in outcomes) >= 0.9 * len(outcomes), summary(outcomes)
