@@ -1,5 +1,6 @@
 """Stepping through many ranks: the same bits, rows followed from rank to rank, what is under way and what was sent."""
 
+import itertools
 import sys
 from pathlib import Path
 from unittest import mock
@@ -16,7 +17,8 @@ from parallel.dispatch import DIALECTS
 from parallel.schedule import BUILDERS, DeadlockError
 from parallel.stepper import Hop, RankStepper
 from refmodel import record
-from refmodel.stepper import origins_of_row, origins_of_tensor_row, select, whereabouts
+from refmodel.generate import Item
+from refmodel.stepper import Golden, origins_of_row, origins_of_tensor_row, select, whereabouts
 
 PROMPTS = [some_ids(n, seed=n) for n in (5, 1, 4)]
 
@@ -107,6 +109,15 @@ def test_where_a_token_went_by_hand():
         same = [o for o in origins_of_row(run, origin.rank, origin.row, layer=1) if o.slot == origin.slot]
         assert same == [origin]
         assert origins_of_tensor_row(run, "layers.1.experts.out", origin.tensor_row)[3] == [origin]
+    for origin in whereabouts(run, request=1, token=0, layer=1):  # on rank 1: through rank 3
+        hops = {
+            0: [Hop(1, 0, "nvlink")],
+            1: [Hop(1, 1, "local")],
+            2: [Hop(1, 3, "rdma"), Hop(3, 2, "nvlink")],
+            3: [Hop(1, 3, "rdma")],
+        }
+        assert run.path(origin) == hops[origin.rank]
+    assert {origin.rank for origin in whereabouts(run, 1, 0, 1)} & {2, 3}
     direct = RankStepper(deployment(dispatch="low_latency"), PROMPTS)
     direct.until(stage="combine_recv", rank=0, layer=1)
     far = [origin for origin in whereabouts(direct, 0, 3, 1) if origin.rank == 3]
@@ -157,6 +168,37 @@ def test_rank_and_micro_batch_are_entered():
     assert (run.here.rank, run.here.micro_batch, run.here.layer, run.here.stage.name) == (1, 1, 1, "experts")
     with pytest.raises(ValueError, match="rank 2: this run has ranks 0 to 1"):
         run.until(rank=2)
+
+
+@pytest.mark.parametrize("order", ["rank", 1, "in turn"])
+def test_a_stage_stops_at_every_rank(order):
+    turn = itertools.count()
+    if order == "in turn":  # all ranks do a stage before the next stage
+        order = lambda movable: movable[next(turn) % len(movable)]  # noqa: E731
+    run, stops = RankStepper(deployment(order=order), PROMPTS), []
+    while run.until(stage="shared").reason == "operation":
+        stops.append((run.here.layer, run.here.rank))
+    assert sorted(stops) == [(layer, rank) for layer in (1, 2) for rank in range(4)]
+
+
+def test_ranks_are_held_to_a_golden_by_row():
+    model = tiny_model(numerics="bfloat16")
+    with record() as tensors:
+        model.step([Item(i, ids, model.new_cache(), 0) for i, ids in enumerate(PROMPTS)], "prefill")
+    golden = dict(tensors)
+    check = Golden(golden, exact=True)
+    run = RankStepper(deployment(), PROMPTS)
+    assert run.until(check=check).reason == "end"
+    assert check.compared > len(golden)  # each rank's part
+    wrong = golden["layers.2.experts.out"].copy()
+    wrong[7 * 4 + 2] += 64  # token row 7 is token 1 of request 2
+    run.restart()
+    stop = run.until(check=Golden({**golden, "layers.2.experts.out": wrong}))
+    assert stop.tensor == "layers.2.experts.out"
+    row = int(run.made_rows(stop.tensor)[stop.detail.difference.worst_row.index[0]])
+    assert row == 7 * 4 + 2
+    request, token, _, (origin,) = origins_of_tensor_row(run, stop.tensor, row)
+    assert (request, token, origin.slot, origin.rank) == (2, 1, 2, run.last.rank)
 
 
 def test_generation_over_ranks():
