@@ -1,42 +1,12 @@
-"""The statistics of one block of a pair of tensors, and how two blocks add up (see `metrics`)."""
+"""The statistics of one block of a pair of tensors (see `metrics`)."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from refmodel.golden.blockstats import Block, BlockStats, OpenRow, Point, row_error
 from refmodel.golden.ulp import has_ulp, ulp_distance, widen
-
-
-class Block(NamedTuple):
-    """Rows `row:stop` and columns `column:end` of a tensor seen as [rows, columns]."""
-
-    row: int
-    stop: int
-    column: int
-    end: int
-
-    @property
-    def columns(self) -> int:
-        return self.end - self.column
-
-    @property
-    def size(self) -> int:
-        return (self.stop - self.row) * self.columns
-
-    def cut(self, x: np.ndarray) -> np.ndarray:
-        return x[self.row : self.stop, self.column : self.end]
-
-    def flat(self, index: int, width: int) -> int:
-        """Position in the whole tensor, `width` columns wide, of element `index` of the block."""
-        return (self.row + index // self.columns) * width + self.column + index % self.columns
-
-
-class Point(NamedTuple):
-    """An error and the flat position of its element (of a row's first element)."""
-
-    error: float
-    flat: int
 
 
 class Verdict(NamedTuple):
@@ -55,47 +25,6 @@ class Limits:
     atol: float
     ulps: int
     final: bool
-
-
-@dataclass(frozen=True)
-class OpenRow:
-    """Sums of the last row of what was read so far, if the row goes on in the next block."""
-
-    row: int
-    dd: float
-    rr: float
-    differs: bool
-    bad: bool
-
-
-@dataclass(frozen=True)
-class BlockStats:
-    """Counts, sums and worst elements of a run of blocks; positions are flat in the whole tensor."""
-
-    block: Block
-    width: int
-    differing: int = 0
-    first_differing: int | None = None
-    violations: int = 0
-    first_violation: int | None = None
-    unequal_nonfinite: int = 0
-    nonfinite: int = 0
-    nan_reference: int = 0
-    nan_actual: int = 0
-    nan_both: int = 0
-    inf_reference: int = 0
-    inf_actual: int = 0
-    worst_abs: Point | None = None
-    worst_rel: Point | None = None
-    worst_ulp: Point | None = None
-    worst_row: Point | None = None
-    differing_rows: int = 0
-    bad_rows: int = 0
-    rr: float = 0.0
-    aa: float = 0.0
-    ra: float = 0.0
-    dd: float = 0.0
-    open_row: OpenRow | None = None
 
 
 def _pair(left, right, block: Block, mask):
@@ -254,16 +183,12 @@ def _measure_different(r, a, stats: BlockStats, limits: Limits) -> BlockStats:
     return _with_rows(stats, row_dd, row_rr, differs, verdict)
 
 
-def _row_error(dd, rr):
-    return np.sqrt(dd) / np.sqrt(np.where(rr == 0, 1.0, rr))
-
-
 def _with_rows(stats: BlockStats, row_dd, row_rr, differs, verdict: Verdict) -> BlockStats:
     block = stats.block
     if block.columns < stats.width:  # a piece of one row: its error is known when the row ends
         partial = OpenRow(block.row, float(row_dd[0]), float(row_rr[0]), bool(differs.any()), verdict.rows > 0)
         return replace(stats, open_row=partial, differing_rows=int(partial.differs), bad_rows=verdict.rows)
-    errors = _row_error(row_dd, row_rr)
+    errors = row_error(row_dd, row_rr)
     worst = int(errors.argmax())
     return replace(
         stats,
@@ -271,50 +196,3 @@ def _with_rows(stats: BlockStats, row_dd, row_rr, differs, verdict: Verdict) -> 
         differing_rows=int(differs.any(axis=1).sum()),
         bad_rows=verdict.rows,
     )
-
-
-def _larger(a: Point | None, b: Point | None) -> Point | None:
-    if a is None or (b is not None and b.error > a.error):
-        return b
-    return a
-
-
-_ADDED = (
-    "differing",
-    "violations",
-    "unequal_nonfinite",
-    "nonfinite",
-    "nan_reference",
-    "nan_actual",
-    "nan_both",
-    "inf_reference",
-    "inf_actual",
-    "differing_rows",
-    "bad_rows",
-    "rr",
-    "aa",
-    "ra",
-    "dd",
-)
-
-
-def merge(a: BlockStats, b: BlockStats) -> BlockStats:
-    """Statistics of `a` followed by `b`; of equal worst errors the first stays."""
-    values = {name: getattr(a, name) + getattr(b, name) for name in _ADDED}
-    for name in ("worst_abs", "worst_rel", "worst_ulp", "worst_row"):
-        values[name] = _larger(getattr(a, name), getattr(b, name))
-    for name in ("first_differing", "first_violation"):
-        values[name] = getattr(a, name) if getattr(a, name) is not None else getattr(b, name)
-    row = b.open_row
-    if row is not None:
-        if a.open_row is not None and a.open_row.row == row.row:
-            values["differing_rows"] -= int(a.open_row.differs and row.differs)
-            values["bad_rows"] -= int(a.open_row.bad and row.bad)
-            row = OpenRow(
-                row.row, a.open_row.dd + row.dd, a.open_row.rr + row.rr, a.open_row.differs or row.differs,
-                a.open_row.bad or row.bad,
-            )  # fmt: skip
-        if b.block.end == b.width:
-            error = float(_row_error(np.float64(row.dd), np.float64(row.rr)))
-            values["worst_row"] = _larger(a.worst_row, Point(error, row.row * b.width))
-    return replace(b, open_row=row, **values)

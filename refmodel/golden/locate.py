@@ -12,34 +12,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from refmodel.golden.bundle import Bundle
+from refmodel.golden.diagnose import Finding, diagnose_output
 from refmodel.golden.dump import Dump, open_dump
 from refmodel.golden.headline import reason
 from refmodel.golden.judge import status_of
 from refmodel.golden.looks import looks_like
 from refmodel.golden.metrics import measure
-from refmodel.golden.mistakes import mistakes_of
 from refmodel.golden.operators import Context, Operator, mtp_operators, operators
-from refmodel.golden.replay import Replay, Step, as_stored, step_replays
+from refmodel.golden.replay import Replay, Step, step_replays
 from refmodel.golden.report import Report, TensorResult
 from refmodel.golden.tolerance import EXACT, TIE_MARGINS, UNIT_ROUNDOFF, Tolerance, one_operator
 from refmodel.golden.topk import compare_routes
 from refmodel.golden.ulp import widen
 
-EXPLAINED = 0.25  # a mistake is the cause if it leaves at most this part of the error
-BAD_ROW = 0.05  # of the worst row's error: rows below it are not asked what went wrong
 WIDE_KINDS = ("router_logits", "router", "logits")  # stored as wide as they are computed, in every numerics
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A known mistake that reproduces the engine's tensor: its name, the tensor whose operator has it, in words, and
-    the relative errors without and with it."""
-
-    mistake: str
-    tensor: str
-    text: str
-    error_before: float
-    error_after: float
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,7 @@ def locate(
             results += judged
     if not results:
         raise ValueError(f"{dump.source}: none of its {len(dump)} tensors is made by an operator of the model")
-    findings = _diagnose(*failed) if failed and diagnose else ()
+    findings = diagnose_output(*failed) if failed and diagnose else ()
     notes = _notes(dump, replays)
     report = Report(tuple(results), _headline(results, findings), "replay from its own inputs", dump.source, notes)
     return Location(report, findings)
@@ -236,50 +222,6 @@ def _weights_by_expert(replay, name: str, expected, a) -> tuple[np.ndarray | Non
         return None, a
     routes = compare_routes(expected[ids], np.asarray(replay.captured[ids]), None, 0.0)
     return (~routes.flipped if routes.flipped.any() else None), np.take_along_axis(a, routes.order, -1)
-
-
-def _row_errors(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """For each row (leading axis) the norm of the error, or for ids whether the sets differ."""
-    if expected.dtype.kind in "iu":
-        return (np.sort(expected, axis=-1) != np.sort(actual, axis=-1)).any(axis=-1).astype(np.float64)
-    r, a = (widen(np.ascontiguousarray(x)).reshape(len(x), -1) for x in (expected, actual))
-    with np.errstate(invalid="ignore", over="ignore"):
-        error = np.where((r == a) | (np.isnan(r) & np.isnan(a)), 0.0, np.abs(a - r))
-    odd = ~np.isfinite(error)  # NaN or infinity on one side: larger than any value
-    error[odd] = 10 * np.abs(r[np.isfinite(r)]).max(initial=1.0)
-    return np.sqrt(np.square(error).sum(axis=1))
-
-
-def _diagnose(replay: Replay, op: Operator, result: TensorResult) -> tuple[Finding, ...]:
-    """Known mistakes, in this operator or in one before it that was not captured, that reproduce the output.
-
-    Only the rows that are wrong are asked: a fault may be one rank's.
-    """
-    name = result.name.removeprefix(replay.prefix)
-    place = op.outputs.index(name)
-    actual = as_stored(name, np.asarray(replay.captured[name]), replay.context.numerics)
-    expected = replay.run(op)[place]
-    if expected.shape != actual.shape:
-        return ()
-    errors = _row_errors(expected, actual)
-    asked = errors > BAD_ROW * errors.max()
-    size = max(float(np.linalg.norm(widen(np.ascontiguousarray(expected[asked])))), 1e-300)
-    before = float(np.linalg.norm(errors[asked]))
-    found = []
-    for suspect in replay.segment(op):
-        where = name if suspect is op else suspect.outputs[0]
-        for mistake in mistakes_of(suspect.kind):
-            wrong = Replay(
-                replay.context, replay.captured, replay.operators, {suspect.outputs[0]: mistake.how}, replay.before
-            )
-            try:
-                made = wrong.run(op)[place]
-                after = float(np.linalg.norm(_row_errors(made, actual)[asked]))
-            except (ValueError, IndexError, TypeError):
-                continue  # this mistake is not possible with these shapes
-            if after <= EXPLAINED * before:
-                found.append(Finding(mistake.name, replay.prefix + where, mistake.text, before / size, after / size))
-    return tuple(sorted(found, key=lambda f: f.error_after))
 
 
 def _headline(results: list[TensorResult], findings: tuple[Finding, ...]) -> str:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from refmodel.golden.blocks import Block, BlockStats, Limits, Point, judge_block, measure_block, merge
+from refmodel.golden.blocks import Limits, judge_block, measure_block
+from refmodel.golden.blockstats import Block, BlockStats, Point, merge
 from refmodel.golden.tolerance import EXACT, Tolerance
 
 BLOCK_ELEMENTS = 1 << 16  # a few float64 temporaries of this size stay in the L2 cache
