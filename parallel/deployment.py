@@ -4,14 +4,18 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from parallel.dispatch import DIALECTS, make_exchange
+from parallel.hand_over import hand_over, joint_topology
+from parallel.ledger import Ledger
 from parallel.network import Network
 from parallel.placed_exchange import PlacedExchange
 from parallel.placement import Placement
 from parallel.reference import ReferenceModel, choose_by_row, rounding_tree
+from parallel.residents import Residents
 from parallel.schedule import BUILDERS, LayerPlan, Op, program_order, walk
 from parallel.schedule.split import split_decode, split_prefill
 from parallel.topology import Topology
@@ -82,7 +86,8 @@ class Deployment:
     def _reset(self):
         self._network = _make_network(self.topology, self.transport)
         self._pools = [self.model.new_pool() for _ in range(self.topology.num_ranks)]
-        self._rank_of: dict[int, int] = {}
+        self.residents = Residents(self.topology.num_ranks)
+        self._handed_over: WeakKeyDictionary[Deployment, Ledger] = WeakKeyDictionary()
         self._step = 0
 
     def fresh(self) -> "Deployment":
@@ -106,8 +111,27 @@ class Deployment:
         return self._network
 
     def rank_of(self, request: int) -> int:
-        """The rank that holds a request: where `run` was told, else request mod ranks."""
-        return self._rank_of.get(request, request % self.topology.num_ranks)
+        """The rank that holds a request: where `run` or `place` was told, else request mod ranks."""
+        return self.residents.rank_of(request)
+
+    def place(self, request: int, rank: int) -> None:
+        """Let a request live on `rank`; the next `run` or `generate` places its own requests anew.
+
+        Raises ValueError for a rank that does not exist, and for a request that has tokens on another one.
+        """
+        self.residents.place(request, rank)
+
+    def hand_over(self, request: int, other: "Deployment", rank: int | None = None) -> LatentCache:
+        """Move a request's cache, MTP rows included, to another deployment of the same model; returns the cache there.
+
+        rank: of `other`; by default where `other` would place the request. Going on there gives the bits of staying.
+        What crosses is in `hand_over_ledger(other)`. Errors as in `parallel.hand_over.hand_over`.
+        """
+        return hand_over(self, request, other, rank, self.hand_over_ledger(other))
+
+    def hand_over_ledger(self, other: "Deployment") -> Ledger:
+        """What went from here to `other` so far; its ranks are numbered behind the ones here."""
+        return self._handed_over.setdefault(other, Ledger(joint_topology(self.topology, other.topology)))
 
     def new_cache(self, request: int) -> LatentCache:
         """An empty cache in the pages of the request's rank."""
@@ -118,9 +142,7 @@ class Deployment:
 
         caches: the same nesting of caches that the tokens follow; none start empty.
         """
-        self._check_nesting(batch)
-        flat = [(rank, index) for rank, requests in enumerate(batch) for index in range(len(requests))]
-        self._rank_of = {request: rank for request, (rank, _) in enumerate(flat)}
+        flat = self._place_batch(batch)
         items = []
         for request, (rank, index) in enumerate(flat):
             cache = self.new_cache(request) if caches is None else caches[rank][index]
@@ -130,19 +152,21 @@ class Deployment:
 
     def generate(self, batch: Sequence[Sequence], max_new_tokens: int, speculative: bool = False, **settings):
         """New tokens, in the nesting of `batch`; `settings` as in `refmodel.generate.generate`."""
-        self._check_nesting(batch)
-        flat = [(rank, ids) for rank, requests in enumerate(batch) for ids in requests]
-        self._rank_of = {request: rank for request, (rank, _) in enumerate(flat)}
-        done = self.generate_batch([ids for _, ids in flat], max_new_tokens, speculative=speculative, **settings)
+        prompts = [batch[rank][index] for rank, index in self._place_batch(batch)]
+        done = self.generate_batch(prompts, max_new_tokens, speculative=speculative, **settings)
         tokens = iter(done.tokens)
         return [[next(tokens) for _ in requests] for requests in batch]
 
-    def _check_nesting(self, batch):
+    def _place_batch(self, batch) -> list[tuple[int, int]]:
+        """(rank, index in its list) of each request; requests are numbered in that order from here on."""
         if len(batch) != self.topology.num_ranks:
             raise ValueError(
                 f"{len(batch)} rank lists for {self.topology.num_ranks} ranks: a batch holds one list of id arrays for "
                 "each rank, empty where a rank has no request"
             )
+        flat = [(rank, index) for rank, requests in enumerate(batch) for index in range(len(requests))]
+        self.residents.start_anew(rank for rank, _ in flat)
+        return flat
 
     def generate_batch(self, prompts, max_new_tokens: int, **settings) -> Generated:
         """New tokens after several prompts; request i is on rank i mod ranks unless `run` placed it."""
@@ -162,6 +186,8 @@ class Deployment:
     def begin(self, work: Work) -> Pass:
         """A pass of which nothing has run yet."""
         self._step += 1
+        for item in work.items:
+            self.residents.keep(item.request, item.cache)
         depth, dense = self.config.num_hidden_layers, self.config.first_k_dense_replace
         plan = LayerPlan.mtp(depth) if work.mtp else LayerPlan.of(depth, dense)
         parts = self._distribute(work)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.ledger import Ledger, Tag
-from parallel.messages import Outgoing, describe
+from parallel.messages import Outgoing, describe, some_ranks
 from parallel.network import Network
 from parallel.topology import Topology
 
@@ -31,17 +31,17 @@ class _Schema(NamedTuple):
 class MpiNetwork(Network):
     """The interface of `Network` for the ranks of this process; `comm` is an mpi4py communicator.
 
-    Ranks lie contiguously on the processes, as evenly as they can (`local_ranks`); a process sends and receives for its
-    own ranks only. The exchange of a tag takes place when the last local rank has sent its part, so that every process
-    has to run the same program order; if they differ, ProgramsDiffer names both. An exchange in which not all ranks
-    send is started by `flush(tag)` on every process.
+    Ranks lie contiguously on the processes, as evenly as they can, or as `ranks_of_processes` says (ascending ranks of
+    each process). A process sends and receives for its own, `local_ranks`, only. The exchange of a tag takes place when
+    the last local rank has sent its part, so that every process has to run the same program order; if they differ,
+    ProgramsDiffer names both. An exchange in which not all ranks send is started by `flush(tag)` on every process.
     The ledger of a process holds what its ranks sent; `gathered_ledger` merges all.
     `handed_over` int64 [R, R] is what was really given to MPI, byte by byte (the parts for own ranks included); counts
     and layouts travel beside it as envelopes, as MPI's own headers do.
     Raises ValueError for more processes than ranks.
     """
 
-    def __init__(self, topology: Topology, comm=None, ledger: Ledger | None = None):
+    def __init__(self, topology: Topology, comm=None, ledger: Ledger | None = None, ranks_of_processes=None):
         super().__init__(topology, ledger)
         self.comm = world() if comm is None else comm
         processes = self.comm.Get_size()
@@ -50,8 +50,9 @@ class MpiNetwork(Network):
                 f"{processes} processes for {topology.num_ranks} ranks: start at most {topology.num_ranks}"
             )
         bounds = [topology.num_ranks * process // processes for process in range(processes + 1)]
-        self._ranks_of = [tuple(range(first, stop)) for first, stop in pairwise(bounds)]
-        self.local_ranks = self._ranks_of[self.comm.Get_rank()]
+        evenly = [tuple(range(first, stop)) for first, stop in pairwise(bounds)]
+        self.ranks_of_processes = evenly if ranks_of_processes is None else list(ranks_of_processes)
+        self.local_ranks = self.ranks_of_processes[self.comm.Get_rank()]
         self.handed_over = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
         self._outbox: dict[Tag, dict[int, Outgoing]] = {}
 
@@ -68,7 +69,7 @@ class MpiNetwork(Network):
     def flush(self, tag: Tag) -> None:
         """Exchange what this process's ranks have sent under the tag so far; every process must call it."""
         sends = self._outbox.pop(tag, {})
-        outgoing = [[self._schema(part, ranks) for part in sends.values()] for ranks in self._ranks_of]
+        outgoing = [[self._schema(part, ranks) for part in sends.values()] for ranks in self.ranks_of_processes]
         envelopes = self.comm.alltoall([(tag, tuple(sends), schemas) for schemas in outgoing])
         for process, (other, _, _) in enumerate(envelopes):
             if other != tag:
@@ -76,7 +77,7 @@ class MpiNetwork(Network):
                     f"process {self.comm.Get_rank()} came to {describe(tag)}, process {process} to {describe(other)}: "
                     "all processes must run the same program order"
                 )
-        data = [self._bytes_for(sends, ranks) for ranks in self._ranks_of]
+        data = [self._bytes_for(sends, ranks) for ranks in self.ranks_of_processes]
         counts = [sum(_size(schema) for schema in schemas) for _, _, schemas in envelopes]
         received = np.empty(sum(counts), np.uint8)
         sizes = [len(part) for part in data]
@@ -103,7 +104,7 @@ class MpiNetwork(Network):
         if rank not in self.local_ranks:
             raise ValueError(
                 f"process {self.comm.Get_rank()} cannot {verb} for rank {rank}: it has ranks "
-                f"{self.local_ranks[0]} to {self.local_ranks[-1]}"
+                f"{some_ranks(list(self.local_ranks))}"
             )
 
     def _schema(self, part: Outgoing, ranks: tuple[int, ...]) -> _Schema:

@@ -45,6 +45,7 @@ class Pairs(NamedTuple):
 class _State:
     """What is kept of a request beside its pages."""
 
+    request: object
     cache: PagedRows
     rng: np.random.Generator
     decoding: bool = False
@@ -71,6 +72,7 @@ class ModelEngine:
         if self.mtp and model.config.num_nextn_predict_layers < 1:
             raise ValueError(f"drafts = {drafts}, mtp = {mtp}: this model has no MTP layer")
         self.num_ranks = model.topology.num_ranks if hasattr(model, "topology") else 1
+        self._residents = getattr(model, "residents", None)  # a deployment's; a model alone has nobody to place
         self.lookahead = int(self.mtp)
         self.seed = seed
         self.stats = SpecStats(max(drafts, 1))
@@ -115,6 +117,8 @@ class ModelEngine:
     def forget(self, request) -> None:
         """The request has ended or lost its pages."""
         self._states.pop(request, None)
+        if self._residents is not None:
+            self._residents.forget(request)
         self._returns[request] = self._returns.get(request, 0) + 1
 
     def hand_out(self, request) -> tuple[np.ndarray | None, bytes]:
@@ -203,8 +207,8 @@ class ModelEngine:
                 state.pairs = None
 
     def _item(self, rank: int, state: _State, tokens, slot: int, hidden=None) -> Item:
-        """A deployment keeps request i on rank i mod ranks, so the rank itself stands for the request."""
-        return Item(rank, np.asarray(tokens, np.int64), state.cache, slot, hidden)
+        request = rank if self._residents is None else state.request
+        return Item(request, np.asarray(tokens, np.int64), state.cache, slot, hidden)
 
     def _state(self, rank: int, chunk: Chunk) -> _State:
         if chunk.request not in self._states:
@@ -214,13 +218,17 @@ class ModelEngine:
         return state
 
     def _new_state(self, request, rank: int, pages: list[int], rows: int) -> _State:
-        """A request whose first `rows` rows are in its pages."""
+        """A request whose first `rows` rows are in its pages on `rank`."""
+        if self._residents is not None:
+            self._residents.place(request, rank)
         cache = PagedRows(self._pools[rank])
         cache.block_table = list(pages)
         cache.length, cache.written = rows, [rows] * len(cache.written)
         name, attempt = request if isinstance(request, Attempt) else (request, 0)
         returns = attempt + self._returns.get(request, 0)
-        return _State(cache, np.random.default_rng([self.seed, name, returns] if returns else [self.seed, name]))
+        return _State(
+            request, cache, np.random.default_rng([self.seed, name, returns] if returns else [self.seed, name])
+        )
 
     def _whole_pool(self):
         """All pages at once, so that their arrays stay where they are; their owner is the scheduler."""
