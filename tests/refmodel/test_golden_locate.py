@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import ml_dtypes
@@ -337,3 +338,27 @@ def test_steps_that_cannot_be_are_refused():
     for step, words in ((Step((1, 1)), "there are"), (Step((1,), slots=(99,)), "behind the ends")):
         with pytest.raises(ValueError, match=words):
             locate(model, tensors, token_ids=IDS, steps=[step])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q_lora_rank": None},
+        {"n_shared_experts": 0},
+        {"first_k_dense_replace": 0},
+        {"n_group": 1, "topk_group": 1},
+        {"rope_scaling": None},
+        {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_members_of_the_family_are_replayed(changes):
+    config = dataclasses.replace(ModelConfig.preset("tiny"), **changes)
+    model = Model.random(config, 3, numerics="bfloat16")
+    ids = np.arange(11) * 7 % config.vocab_size
+    tensors = recorded(model, ids)
+    location = locate(model, tensors, token_ids=ids)
+    assert location.ok, location.headline
+    assert set(location.report.counts()) == {"identical"}
+    judged = {r.name for r in location.report.results}
+    assert {n for n in tensors if not n.endswith("margin")} == judged
