@@ -58,6 +58,7 @@ def _candidates(original: Packing, apart: np.ndarray, limit: float) -> list[Pack
             break
         packing = search(original.with_pack(start), limit, cost)
         found.append(lower(packing.with_pack(packing.pack)))
+        packing = _part_most(packing, limit)
         for _ in range(REASSIGNMENTS):
             if _score(packing) <= (0, limit):
                 break
@@ -67,6 +68,16 @@ def _candidates(original: Packing, apart: np.ndarray, limit: float) -> list[Pack
             packing = search(changed, limit, cost)
         found.append(lower(packing))
     return found
+
+
+def _part_most(packing: Packing, limit: float) -> Packing:
+    """Gives slots of duplicates to other experts, without a search between, until few enough are left for one each."""
+    while packing.duplicates() > REASSIGNMENTS:
+        changed = reassign(packing, limit)
+        if changed is None:
+            break
+        packing = changed
+    return packing
 
 
 def _score(packing: Packing) -> tuple[int, float]:

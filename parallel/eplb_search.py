@@ -4,6 +4,7 @@ import numpy as np
 
 SEARCH_SWAPS = 100  # per row, to reach a packing without duplicates under the limit
 LOWER_SWAPS = 400  # per row; plans of 288 replicas on 144 GPUs need fewer than 60
+PATIENCE = 25  # swaps without a better packing, after which the search ends
 TABU = 6  # swaps for which a replica that moved stays where it is, so that the search leaves local minima
 ROUNDING = 1e-12  # relative: sums of the same loads in another order
 
@@ -59,14 +60,14 @@ def search(packing: Packing, limit: float, duplicate_cost: float) -> Packing:
     everyone = np.arange(len(packing.pack))
     free_from = np.zeros(len(everyone), dtype=np.int64)  # the step from which a replica may move again
     scale = limit if limit > 0 else 1.0
-    best_score, best_pack = (np.inf, np.inf), packing.pack
+    best_score, best_pack, best_step = (np.inf, np.inf), packing.pack, 0
     for step in range(SEARCH_SWAPS):
         excess = np.maximum(packing.total - limit, 0) / scale
         over = excess.sum() if excess.sum() > ROUNDING else 0.0
         score = (over, packing.duplicates()) if duplicate_cost < 1 else (packing.duplicates(), over)
         if score < best_score:
-            best_score, best_pack = score, packing.pack.copy()
-        if not any(score):
+            best_score, best_pack, best_step = score, packing.pack.copy(), step
+        if not any(score) or step - best_step > PATIENCE:
             break
         cost = duplicate_cost * packing.duplicates_after(everyone)
         for after in packing.totals_after(everyone):
@@ -104,7 +105,9 @@ def reassign(packing: Packing, limit: float) -> Packing | None:
     best = (np.inf, np.inf, -1, -1)
     weight, count = packing.weight, packing.count
     spare = packing.holds[packing.pack, packing.expert] > 1
-    for replica in np.flatnonzero(spare if spare.any() else count[packing.expert] > 1):
+    spare = np.flatnonzero(spare if spare.any() else count[packing.expert] > 1)
+    _, first = np.unique(packing.pack[spare] * len(weight) + packing.expert[spare], return_index=True)
+    for replica in spare[first]:  # one of each pack and expert
         pack, loser = packing.pack[replica], packing.expert[replica]
         total = packing.total + packing.holds[:, loser] * weight[loser] * (1 / (count[loser] - 1) - 1 / count[loser])
         total[pack] -= weight[loser] / (count[loser] - 1)

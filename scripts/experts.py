@@ -12,7 +12,7 @@ import json
 
 import numpy as np
 
-from parallel.dispatch.routing_file import UNWRITTEN, load_expert_loads, load_routing
+from parallel.dispatch.routing_file import UNWRITTEN, load_arrays, load_expert_loads, load_routing
 from parallel.eplb import POLICIES, balancedness, chosen_policy, count_duplicates, gpu_loads, rebalance_experts
 from parallel.placement import Placement
 from parallel.rearrange import SOURCES, expert_bytes, plan_rearrangement
@@ -123,8 +123,10 @@ def _current(args, layers: int, experts: int) -> np.ndarray:
     """phy2log [L, S] of the plan in use."""
     if args.current is None:
         return np.tile(Placement.contiguous(experts, args.ranks, args.redundant).phy2log, (layers, 1))
-    stored = np.load(args.current, allow_pickle=False)
-    phy2log = np.asarray(stored if isinstance(stored, np.ndarray) else stored["phy2log"])
+    stored = load_arrays(args.current)
+    if len(stored) > 1 and "phy2log" not in stored:
+        raise ValueError(f"{args.current} holds {', '.join(stored)}: phy2log is needed")
+    phy2log = stored.get("phy2log", next(iter(stored.values())))
     if phy2log.shape != (layers, experts + args.redundant):
         raise ValueError(
             f"{args.current}: phy2log of shape {list(phy2log.shape)}, but there are {layers} layers and "

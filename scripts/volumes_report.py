@@ -124,16 +124,16 @@ def _class_table(content: dict, parts: int):
 
     table = Table(title="bytes per rank and layer, by link and class (mean)", title_justify="left")
     used = [c for c in CLASSES if any(content["bytes"][d][k][c] for d in DIRECTIONS for k in LINKS)]
-    for name in ("direction", "link", "rows", *used, "without control", "total"):
-        table.add_column(name, justify="left" if name in ("direction", "link") else "right")
+    used = [*(c for c in used if c != "control"), "data", "control"]  # data: everything but control
+    for name in ("direction", "link", "rows", *used):
+        table.add_column(name, justify="left" if name in ("direction", "link") else "right", overflow="fold")
     for direction in DIRECTIONS:
         links = content["bytes"][direction]
         summed = {c: sum(links[k][c] for k in LINKS) for c in CLASSES}
         rows = content["rows"][direction]
         for link, sizes in (*links.items(), ("all", summed)):
-            whole = sum(sizes.values())
+            sizes = sizes | {"data": sum(sizes.values()) - sizes["control"]}
             cells = [sum(rows.values()) if link == "all" else rows[link]] + [sizes[c] for c in used]
-            cells += [whole - sizes["control"], whole]
             table.add_row(direction, link, *(f"{cell / parts:,.0f}" for cell in cells), end_section=link == "all")
     return table
 

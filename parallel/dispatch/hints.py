@@ -11,6 +11,7 @@ MAX_TOP_K, MAX_SCALES = 128, 128  # room that the legacy buffers keep for each t
 SOURCE_META = 8
 ELASTIC_ALIGNMENT = 2 * 1024**2
 ELASTIC_ROW_ALIGNMENT = 32
+ELASTIC_MAX_CHANNELS = 8 * 160  # channels per SM times SMs
 
 # What the low-latency layout of each version holds; the newest one without a release is named by its commit.
 LOW_LATENCY_VERSIONS = {
@@ -110,21 +111,35 @@ def get_elastic_buffer_size_hint(
     num_topk: int = 0,
     use_fp8_dispatch: bool = False,
     allow_multiple_reduction: bool = True,
+    num_nodes: int = 1,
     all_nvlink: bool = True,
 ) -> int:
-    """Bytes of V2's elastic buffer in direct mode, rounded up to 2 MiB. num_topk 0 reserves room for 32.
+    """Bytes of V2's elastic buffer, rounded up to 2 MiB: in direct mode (num_nodes 1: one domain), or hybrid over
+    nodes.
 
-    all_nvlink: every rank reaches every other by NVLink, so that no send buffers are kept."""
+    num_topk 0 reserves room for 32. all_nvlink, in direct mode: every rank reaches every other by NVLink, so that
+    no send buffers are kept. Raises ValueError for sizes that are not positive and nodes that do not divide the
+    ranks."""
     tokens = num_max_tokens_per_rank
-    _check_positive(num_max_tokens_per_rank=tokens, hidden=hidden, num_ranks=num_ranks)
+    _check_positive(num_max_tokens_per_rank=tokens, hidden=hidden, num_ranks=num_ranks, num_nodes=num_nodes)
+    if num_ranks % num_nodes:
+        raise ValueError(f"num_ranks = {num_ranks} is not a multiple of num_nodes = {num_nodes}")
     top_k = num_topk or 32
     scales = 4 * -(-hidden // 32) if use_fp8_dispatch else 0
     there = _elastic_row(hidden * (1 if use_fp8_dispatch else 2), scales, 8 * top_k + 4 * (1 + top_k))
-    dispatch = there * tokens * (num_ranks + (0 if all_nvlink else 1))
     back = _elastic_row(2 * hidden, 0, 8 * top_k)
-    copies = min(num_ranks, top_k) if allow_multiple_reduction else top_k
-    sends = 0 if all_nvlink else num_ranks * (1 if allow_multiple_reduction else top_k)
-    return _align(max(dispatch, back * tokens * (copies + sends)), ELASTIC_ALIGNMENT)
+    sent = 1 if allow_multiple_reduction else top_k  # rows that go back for a token of a rank
+    copies, nodes = (
+        (min(n, top_k) if allow_multiple_reduction else top_k) for n in (num_ranks // num_nodes, num_nodes)
+    )
+    if num_nodes == 1:
+        rows_there = tokens * (num_ranks + (0 if all_nvlink else 1))
+        rows_back = tokens * (copies + (0 if all_nvlink else num_ranks * sent))
+    else:
+        channels = tokens + ELASTIC_MAX_CHANNELS
+        rows_there = num_ranks * tokens + tokens + num_nodes * channels
+        rows_back = copies * num_nodes * tokens + nodes * tokens + sent * num_nodes * channels
+    return _align(max(there * rows_there, back * rows_back), ELASTIC_ALIGNMENT)
 
 
 def _elastic_row(*parts: int) -> int:

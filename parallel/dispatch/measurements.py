@@ -162,15 +162,20 @@ def _rounded(text: str) -> tuple[float, float]:
 
 def _read_trace(path: Path) -> list[Measurement]:
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        trace = json.load(file)
-    rank = trace.get("distributedInfo", {}).get("rank") if isinstance(trace, dict) else None
-    events = trace.get("traceEvents", []) if isinstance(trace, dict) else trace
-    ragged = [e for e in events if "all_to_all" in str(e.get("args", {}).get("Collective name", "")).lower()]
+    try:
+        with opener(path, "rt") as file:
+            trace = json.load(file)
+        rank = trace.get("distributedInfo", {}).get("rank") if isinstance(trace, dict) else None
+        events = trace.get("traceEvents", []) if isinstance(trace, dict) else trace
+        ragged = [e for e in events if "all_to_all" in str(e.get("args", {}).get("Collective name", "")).lower()]
+    except (EOFError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no Kineto trace: {error}") from None
     splits = [(e.get("ts", 0), e["args"].get("In split size")) for e in ragged if e.get("cat", "cpu_op") == "cpu_op"]
     splits = splits or [(e.get("ts", 0), e["args"].get("In split size")) for e in ragged]
     found = []
     for number, (_, text) in enumerate(sorted((s for s in splits if s[1]), key=lambda pair: pair[0])):
+        if "..." in str(text):
+            raise ValueError(f"{path}, all-to-all {number}: the profiler cut the split sizes off: {text}")
         rows = np.array(json.loads(text) if isinstance(text, str) else text, np.int64)
         if rows.size and (not found or not np.array_equal(found[-1].low, rows)):  # one exchange moves several tensors
             found.append(Measurement("splits", None, rank, rows, rows, f"{path}, all-to-all {number}"))

@@ -10,8 +10,10 @@ rank per file, `stat` loads).
 import base64
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -94,7 +96,7 @@ def load_expert_loads(path) -> np.ndarray:
             raise ValueError(f"{path} holds no logical_count: it is not a `stat` record of the recorder")
         table = record["logical_count"].astype(np.int64)
     else:
-        arrays = _arrays(path)
+        arrays = load_arrays(path)
         if len(arrays) != 1:
             raise ValueError(f"{path} holds {len(arrays)} arrays ({', '.join(arrays)}): one table of loads is needed")
         table = next(iter(arrays.values()))
@@ -115,7 +117,7 @@ def _read(path: Path, layers, top_k):
         return [(block, None, None) for block in _base64_blocks(path, layers, top_k)]
     if path.suffix == ".pt":
         return _recorder_blocks(path)
-    arrays = _arrays(path)
+    arrays = load_arrays(path)
     if len(arrays) == 1:
         (array,) = arrays.values()
         return [(array[:, None] if array.ndim == 2 else array, None, None)]
@@ -129,12 +131,19 @@ def _read(path: Path, layers, top_k):
     return [(np.stack([named[name] for _, name in numbered], axis=1), None, None)]
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
-    if path.suffix == ".npy":
-        return {path.stem: np.load(path, allow_pickle=False)}
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+def load_arrays(path) -> dict[str, np.ndarray]:
+    """Every array of a `.npy` (under the file's name), `.npz` or `.safetensors` file.
+
+    Raises ValueError for other kinds of files and for damaged ones."""
+    path = Path(path)
+    try:
+        if path.suffix == ".npy":
+            return {path.stem: np.load(path, allow_pickle=False)}
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                return {name: archive[name] for name in archive.files}
+    except (EOFError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if path.suffix == ".safetensors":
         return load_tensors(path)
     raise ValueError(f"{path}: unknown kind of file; .npy, .npz, .safetensors, .json, .jsonl and .pt are read")

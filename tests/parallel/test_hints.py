@@ -82,3 +82,16 @@ def test_elastic_in_direct_mode():
     found = get_elastic_buffer_size_hint(128, 7168, 2, 8, allow_multiple_reduction=False, all_nvlink=False)
     assert found == -(-single // mib2) * mib2
     assert get_elastic_buffer_size_hint(1, 32, 1) == mib2
+
+
+def test_elastic_in_hybrid_mode():
+    """4 nodes of 8 ranks, 128 tokens, top-8, bf16 of 7168: rows received by NVLink, sent once, received by RDMA."""
+    dispatch = (14336 + 128) * (32 * 128 + 128 + 4 * (128 + 1280))
+    combine = (14336 + 64) * (8 * 4 * 128 + 4 * 128 + 4 * (128 + 1280))
+    found = get_elastic_buffer_size_hint(128, 7168, 32, 8, num_nodes=4)
+    assert found == -(-max(dispatch, combine) // 2**21) * 2**21
+    single = (14336 + 64) * (8 * 4 * 128 + 8 * 128 + 8 * 4 * (128 + 1280))
+    found = get_elastic_buffer_size_hint(128, 7168, 32, 8, allow_multiple_reduction=False, num_nodes=4)
+    assert found == -(-single // 2**21) * 2**21
+    with pytest.raises(ValueError, match="num_ranks = 32 is not a multiple of num_nodes = 3"):
+        get_elastic_buffer_size_hint(128, 7168, 32, num_nodes=3)

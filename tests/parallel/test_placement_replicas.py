@@ -123,6 +123,19 @@ def test_padding_is_not_counted():
     assert replica_loads(physical, 6).sum() == 6
 
 
+# vllm-project/vllm#23745: a strided placement; weights must be loaded by the same map as tokens are sent
+def test_weights_loaded_by_another_map_than_the_placement_s():
+    placement = Placement([0, 2, 1, 3], 2)  # rank 0 holds experts 0 and 2
+    ids, weights = np.array([[0, 1], [2, 3], [1, 3]]), np.array([[0.5, 0.5], [0.25, 0.75], [1.0, 2.0]])
+    factor = np.arange(4) + 1.0  # f_e(x) = (e + 1) x
+    physical = choose_replicas(ids, placement, "static")
+    one_rank = (factor[ids] * weights).sum(axis=1)
+    assert one_rank.tolist() == [1.5, 3.75, 10.0]
+    assert (factor[placement.phy2log][physical] * weights).sum(axis=1).tolist() == one_rank.tolist()
+    contiguous = factor[physical]  # slot i holds expert i: experts 1 and 2 are swapped
+    assert (contiguous * weights).sum(axis=1).tolist() == [2.0, 3.5, 11.0]
+
+
 # sgl-project/sglang#25285: the mapping must be applied once
 def test_mapping_twice_shows():
     placement = Placement(np.arange(8)[::-1], 4)

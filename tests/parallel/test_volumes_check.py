@@ -220,6 +220,12 @@ def test_split_sizes_of_a_trace(tmp_path):
         ("a.csv", "rank,sent_bytes\n7,1\n", "rank 7, but there are 4 ranks"),
         ("a.txt", "nothing here\n", "holds nothing that can be checked"),
         ("a.json", "{}", "holds nothing that can be checked"),
+        ("a.json", "[1]", "is no Kineto trace"),
+        (
+            "a.json",
+            json.dumps({"traceEvents": [{"args": {"Collective name": "all_to_allv", "In split size": "[1, ...]"}}]}),
+            "all-to-all 0: the profiler cut the split sizes off",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, text, words):

@@ -139,6 +139,8 @@ def test_tables_that_do_not_fit_are_refused(tmp_path, arrays, words):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "bad.pt").write_bytes(b"no zip")
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 cut off")
+    (tmp_path / "bad.npy").write_bytes(b"")
     (tmp_path / "none.json").write_text("{}")
     (tmp_path / "odd.json").write_text(json.dumps(sglang_answer(IDS[:, 0])))
     np.save(tmp_path / "a.npy", IDS)
@@ -146,6 +148,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     for paths, words in (
         ("a.txt", "unknown kind of file"),
         ("bad.pt", "no zip archive"),
+        ("bad.npz", "bad.npz cannot be read"),
+        ("bad.npy", "bad.npy cannot be read"),
         ("none.json", "answer 0 has no meta_info.routed_experts"),
         ("odd.json", "holds 6 ids, no multiple of 2 layers x top-2"),
         ("a.npy b.npy", "differ from"),
