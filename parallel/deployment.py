@@ -12,6 +12,7 @@ from parallel.dispatch import DIALECTS, make_exchange
 from parallel.hand_over import hand_over, joint_topology
 from parallel.ledger import Ledger
 from parallel.network import Network
+from parallel.pieces import join_pieces, pieces_of
 from parallel.placed_exchange import PlacedExchange
 from parallel.placement import Placement
 from parallel.reference import ReferenceModel, choose_by_row, rounding_tree
@@ -22,7 +23,7 @@ from parallel.topology import Topology
 from refmodel.cache import LatentCache
 from refmodel.generate import Generated, Item, Step, Work, generate
 from refmodel.layer import State
-from refmodel.model import Model, finish, main_program, make_batch, mtp_program
+from refmodel.model import Model, advance_caches, main_program, make_batch, mtp_program
 from refmodel.program import Operation, Pass
 from refmodel.trace import Scope
 
@@ -202,28 +203,29 @@ class Deployment:
         if self.transport == "mpi":  # one program order for all processes, so that each exchange is one collective
             schedules = [[op for op in program_order(schedules) if op.rank in self.local_ranks]]
             order = "rank"
-        missing = lambda op: self._missing(parts[op.rank, op.micro_batch], plan, op)  # noqa: E731
-        for op in walk(schedules, lambda op: not missing(op), lambda op: "; ".join(missing(op)), order):
+        part_of = lambda op: parts[op.rank, op.micro_batch]  # noqa: E731
+        ready = lambda op: self._ready(part_of(op), plan, op)  # noqa: E731
+        for op in walk(schedules, ready, lambda op: "; ".join(self._missing(part_of(op), plan, op)), order):
             part = parts[op.rank, op.micro_batch]
             layer = op.layer if (op.layer, op.stage) in stages else None  # embed and final of the main model
             yield Operation(stages[layer, op.stage], layer, part.state, op.rank, op.micro_batch)
             part.done.add((op.layer, op.stage))
 
     def _collect(self, work, parts) -> list[Step]:
-        """Rows of all micro-batches, of all processes, back in the order of the items."""
-        found = []
-        for part in parts.values():
-            values = part.state.values
-            if len(part.rows):
-                head_rows = part.rows[values["head_rows"]] if work.last_only else part.rows
-                found.append((part.rows, values["mtp_hidden"], head_rows, values["logits"]))
+        """The rows of each item, of all micro-batches and processes."""
+        pieces = [piece for part in parts.values() for piece in pieces_of(part.rows, part.state)]
         if self.transport == "mpi":
-            found = [part for of_process in self._network.comm.allgather(found) for part in of_process]
-        if not found:
-            return finish(work, dict.fromkeys(("logits", "mtp_hidden"), np.zeros((0, 0))))
-        rows, hidden, head_rows, logits = (np.concatenate(arrays) for arrays in zip(*found))
-        values = {"logits": logits[np.argsort(head_rows)], "mtp_hidden": hidden[np.argsort(rows)]}
-        return finish(work, values | ({"head_rows": np.sort(head_rows)} if work.last_only else {}))
+            pieces = [piece for of_process in self._network.comm.allgather(pieces) for piece in of_process]
+        advance_caches(work)
+        return join_pieces(pieces, work.items, self.model)
+
+    def _ready(self, part: _Part, plan: LayerPlan, op: Op) -> bool:
+        """Whether an operation waits for nothing: asked far more often than what it waits for."""
+        if not part.done.issuperset(plan.reads(op.layer, op.stage)):
+            return False
+        if op.stage in _RECEIVING:
+            return part.state.values["exchange"].ready(op.stage)
+        return op.stage != "attn_core" or not self._missing(part, plan, op)
 
     def _missing(self, part: _Part, plan: LayerPlan, op: Op) -> list[str]:
         """What an operation still waits for, in words; empty when it may run."""

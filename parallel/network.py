@@ -48,6 +48,7 @@ class Network:
         self._left: dict[Tag, int] = {}  # parts sent and not yet taken
         self._taken: dict[Tag, np.ndarray] = {}
         self._pools: dict[Tag, Pool | None] = {}
+        self._agreed: set[Tag] = set()  # exchanges whose terms all ranks share
 
     def send_rows(
         self,
@@ -83,7 +84,9 @@ class Network:
     def ready(self, dst: int, tag: Tag, sources: Sequence[int] | None = None) -> bool:
         """Has every one of `sources` (all ranks by default) sent its packet of this exchange to `dst`?"""
         sent = self._sent.get(tag, ())
-        return len(sent) == len(self._all) or all(source in sent for source in (sources or self._all))
+        if len(sent) == len(self._all) or not sources:
+            return len(sent) == len(self._all)
+        return all(source in sent for source in sources)
 
     def missing(self, dst: int, tag: Tag, sources: Sequence[int] | None = None) -> list[int]:
         """The sources that `dst` still waits for."""
@@ -171,6 +174,8 @@ class Network:
         return [sent[source] for source in sources]
 
     def _check_terms(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> None:
+        if tag in self._agreed:
+            return
         sent = self._sent[tag]
         mine = sent[dst].terms if dst in sent else sent[sources[0]].terms
         for source in sources:
@@ -179,6 +184,8 @@ class Network:
                     f"rank {dst}, {describe(tag)}: rank {source} sent it with {sent[source].terms}, "
                     f"rank {dst} has {mine}; all ranks must agree"
                 )
+        if sources == self._all:
+            self._agreed.add(tag)
 
     def _take(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> None:
         taken = self._taken.setdefault(tag, np.zeros((len(self._all), len(self._all)), bool))  # [source, destination]
@@ -191,6 +198,7 @@ class Network:
         if not self._left[tag] and len(self._sent[tag]) == len(self._all):
             for table in (self._sent, self._left, self._taken, self._pools):
                 table.pop(tag, None)
+            self._agreed.discard(tag)
 
 
 @lru_cache(maxsize=4096)

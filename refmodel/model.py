@@ -157,11 +157,16 @@ class Model:
 
 
 def finish(work: Work, values: dict) -> list[Step]:
-    """The rows of each item of a pass that is over; after one of the main model, the caches have its tokens."""
+    """The rows of each item of a pass that is over."""
+    advance_caches(work)
+    return split_steps(work.items, values)
+
+
+def advance_caches(work: Work):
+    """After a pass of the main model the caches have its tokens."""
     if not work.mtp:
         for item in work.items:
             item.cache.length = item.slot + len(item.token_ids)
-    return split_steps(work.items, values)
 
 
 def split_steps(items: list[Item], values: dict) -> list[Step]:
