@@ -1,6 +1,7 @@
 """The model: what one rank computes. Pure functions on NumPy arrays; state is passed in."""
 
 from refmodel.attention import attend, merge_states
+from refmodel.checkpoint import Checkpoint
 from refmodel.config import ModelConfig
 from refmodel.experts import moe, swiglu
 from refmodel.generate import accept
@@ -13,6 +14,7 @@ from refmodel.tensor_file import load_tensors, save_tensors
 from refmodel.trace import record
 
 __all__ = [
+    "Checkpoint",
     "Model",
     "ModelConfig",
     "Numerics",
@@ -20,6 +22,7 @@ __all__ = [
     "accept",
     "apply_rope",
     "attend",
+    "compare",
     "load_tensors",
     "merge_states",
     "moe",
@@ -31,3 +34,13 @@ __all__ = [
     "swiglu",
     "yarn_frequencies",
 ]
+
+
+def __getattr__(name: str):
+    """`compare` is imported when it is first asked for: running a model needs none of its parts."""
+    if name != "compare":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from refmodel.golden.compare import compare
+
+    globals()[name] = compare
+    return compare
