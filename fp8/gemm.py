@@ -116,14 +116,20 @@ def gemm(
 
 
 def _gemm_exact(a: BlockScaled, b: BlockScaled) -> np.ndarray:
-    """The default rule on E4M3, where b is decoded a panel at a time."""
-    out = np.empty((a.shape[0], b.shape[0]), np.float32)
-    a_values = decode(a.codes, np.float64)
-    step = max(1, _COLUMN_PANEL // b.block[0]) * b.block[0]
-    for columns in panels(b.shape[0], step):
-        weight = decode(b.codes[columns], np.float64).T
-        scale = b.scale[columns.start // b.block[0] :]
-        out[:, columns] = block_product(a_values, a.scale, weight, scale, b.block[0], a.block[1])
+    """The default rule on E4M3. b is decoded a block of k at a time, which stays in cache while all rows use it."""
+    out = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    a_values, block_k = decode(a.codes, np.float64), a.block[1]
+    for columns in panels(b.shape[0], _COLUMN_PANEL):
+        scale = np.ascontiguousarray(b.scale[np.arange(columns.start, columns.stop) // b.block[0]].T)  # [Kb, n]
+        values = np.empty((columns.stop - columns.start) * block_k, np.float64)
+        for index, k in enumerate(panels(b.shape[1], block_k)):
+            codes = np.ascontiguousarray(b.codes[columns, k])  # [n, k]
+            weight = decode(codes, np.float64, out=values[: codes.size].reshape(codes.shape))
+            for rows in panels(a.shape[0], _ROW_PANEL):
+                partial = np.matmul(a_values[rows, k], weight.T).astype(np.float32)
+                partial *= a.scale[rows, index, None]
+                partial *= scale[index]
+                out[rows, columns] += partial
     return out
 
 
