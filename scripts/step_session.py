@@ -63,7 +63,7 @@ class Session:
             return
         try:
             found = find(words[0])
-            self._repeat = line if found.name in ("next", "step") else ""
+            self._repeat = " ".join(words) if found.name in ("next", "step") else ""
             if found.name not in ("help", "restart", "quit"):
                 self.stepper.settle()
             reply = found.run(self, words[1:])

@@ -5,12 +5,12 @@ An operation runs as a whole; the tensors that it names are then gone through on
 again from the start, which gives the same bits.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from refmodel.generate import Item, Step, Work, passes
 from refmodel.program import Operation
+from refmodel.stepper.debug import break_at, traced, untraced_after
 from refmodel.stepper.origin import Route
 from refmodel.stepper.target import Stop, Target, step_of
 from refmodel.trace import Recording, record
@@ -128,9 +128,9 @@ class Stepper:
         wanted = self.inside
         if wanted is not None:
             self.back()
-            self._execute(_untraced_after, _break_at(debugger, wanted))
+            self._execute(untraced_after, break_at(debugger, wanted))
         elif self.here is not None:
-            self._execute(lambda operation: _traced(debugger, operation))
+            self._execute(lambda operation: traced(debugger, operation))
         self._leave()
 
     def settle(self):
@@ -292,38 +292,3 @@ class Stepper:
             was = now
         self._check_stuck()
         return Stop("end")
-
-
-def _traced(debugger, operation: Operation):
-    """Run an operation, stopping in its first line. (`runcall` would hide that the person quit.)"""
-    run, arguments = operation.stage.run, (operation.state, operation.layer, operation.scope)
-    debugger.reset()
-    sys.settrace(debugger.trace_dispatch)
-    try:
-        run(*arguments)
-    finally:
-        sys.settrace(None)
-
-
-def _untraced_after(operation: Operation):
-    """Run an operation in which a debugger may start; it ends there."""
-    try:
-        operation.run()
-    finally:
-        sys.settrace(None)
-
-
-def _break_at(debugger, wanted: str) -> Callable:
-    """A recording's hook that starts the debugger where the wanted tensor is named, once."""
-    armed = True
-
-    def hook(name, array):
-        nonlocal armed
-        if armed and name == wanted:
-            armed = False
-            frame = sys._getframe(1)
-            while frame.f_globals.get("__name__") == "refmodel.trace":
-                frame = frame.f_back
-            debugger.set_trace(frame)
-
-    return hook

@@ -293,6 +293,29 @@ def test_an_operation_that_fails_in_any_way_is_one_line(tmp_path, monkeypatch):
     assert "next: layers.0.attn_core (2 done)" in out
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_interrupts_while_something_runs(tmp_path, monkeypatch, presses):
+    from refmodel import layer
+
+    add, pressed = layer.add, []
+
+    def pressing(*args):
+        for _ in range(presses - len(pressed)):
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return add(*args)
+
+    monkeypatch.setattr("refmodel.layer.add", pressing)
+    code, out, err = script(tmp_path, ["c", "w", "c", "w"])
+    if presses == 1:  # after the operation that runs
+        assert (code, err) == (0, "")
+        assert "interrupted\nnext: layers.0.mlp (3 done)" in out
+    else:  # broken off
+        assert (code, err) == (2, "error: interrupted\n")
+        assert "next: layers.0.attn_core (2 done)" in out
+    assert "at the end: 27 operations ran" in out
+
+
 def test_source_and_quit(tmp_path):
     inner = tmp_path / "inner"
     inner.write_text("n\nfoo\nshow embed.hidden[0, :2]\n")
@@ -390,6 +413,15 @@ class Terminal:
         self.expect("\n")  # the echo
         return self.expect(prompt).replace("\r", "")
 
+    def interrupt(self):
+        """Press Ctrl-C until it is heard: between a prompt and the reading of a line Python hears it a key later."""
+        for _ in range(10):
+            self.send("\x03")
+            with contextlib.suppress(AssertionError):
+                self.expect("interrupted", timeout=3)
+                break
+        self.expect("(step) ")
+
     def end(self):
         code = self.process.wait(30)
         os.close(self.master)
@@ -442,6 +474,7 @@ def test_every_command_in_a_terminal(tmp_path, golden):
     assert "next: layers.1.combine_send" in terminal.ask("c")
     assert "ran layers.1.combine_send" in terminal.ask("n")
     assert "ran layers.1.combine_forward" in terminal.ask("")  # an empty line repeats
+    assert terminal.ask("").startswith("ran ")  # and repeats again
     assert "error: no command 'nonsense'" in terminal.ask("nonsense")
     assert {find_name(line) for line in [*expected, "source", "pdb", "quit"]} == set(COMMANDS)
     terminal.send("quit\n")
@@ -472,24 +505,14 @@ def test_completion_and_history_in_a_terminal(tmp_path):
 
 def test_interrupts_in_a_terminal(tmp_path):
     terminal = Terminal("--ranks", "32", "--new-tokens", "400", REFMODEL_HISTORY=str(tmp_path / "history"))
-    terminal.send("half a line\x03")
-    terminal.expect("interrupted (quit leaves)")
-    terminal.expect("(step) ")
-    terminal.send("continue\n")
-    terminal.expect("\n")
-    time.sleep(0.3)
-    terminal.send("\x03")  # after the operation that runs
-    terminal.expect("interrupted")
-    assert "next: " in terminal.expect("(step) ")
-    assert "next: " in terminal.ask("w")
-    terminal.send("continue\n")
-    terminal.expect("\n")
-    time.sleep(0.2)
-    os.kill(terminal.process.pid, signal.SIGINT)
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.expect("interrupted")
-    terminal.expect("(step) ")
-    assert "next: " in terminal.ask("w")
+    terminal.send("half a line")
+    terminal.interrupt()
+    for _ in range(2):
+        terminal.send("continue\n")
+        terminal.expect("\n")
+        time.sleep(0.3)
+        terminal.interrupt()
+        assert "next: " in terminal.ask("w")
     terminal.send("\x04")  # the end of the input
     assert terminal.end() == 0
 
