@@ -57,9 +57,7 @@ def diagnose_output(replay: Replay, op: Operator, result: TensorResult) -> tuple
     for suspect in replay.segment(op):
         where = name if suspect is op else suspect.outputs[0]
         for mistake in mistakes_of(suspect.kind):
-            wrong = Replay(
-                replay.context, replay.captured, replay.operators, {suspect.outputs[0]: mistake.how}, replay.before
-            )
+            wrong = replay.with_mistake(suspect, mistake.how)
             try:
                 made = wrong.run(op)[place]
                 after = float(np.linalg.norm(_row_errors(made, actual)[asked]))

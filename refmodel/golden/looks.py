@@ -72,8 +72,8 @@ def _places(r: np.ndarray, a: np.ndarray, threshold: float) -> str | None:
     spans = [s for s in (_span(rows, "rows"), _span(columns, "columns")) if s is not None]
     if len(columns) > COLUMN_BLOCK:
         blocks = np.logical_or.reduceat(columns, np.arange(0, len(columns), COLUMN_BLOCK))
-        if 2 * blocks.sum() <= len(blocks):
-            spans[-1:] = [_span(blocks, "column blocks of 128").replace("blocks of 128 ", "blocks (of 128) ")]
+        if (span := _span(blocks, "column blocks")) is not None:
+            spans = [s for s in spans if not s.startswith("column")] + [f"{span} (of 128)"]
     return f"only {' and '.join(spans)} differ" if spans else None
 
 

@@ -16,6 +16,18 @@ class Mistake(NamedTuple):
     text: str
 
 
+# What sound engines do differently, where its effect is larger than a rounding of the output.
+VARIANTS = (
+    # transformers' eager attention, deepseek-ai/DeepSeek-V3 inference/model.py
+    Mistake(
+        "scores_narrow",
+        ("attention",),
+        {"narrow_scores": True},
+        "with scores and probabilities rounded to bfloat16, as eager attention does",
+    ),
+    Mistake("logits_narrow", ("logits",), {"narrow": True}, "with logits rounded to bfloat16"),
+)
+
 NORMS = ("input_norm", "q_a_norm", "post_norm", "final_norm", "kv_latent", "hnorm")
 ROPE = ("q", "k_pe")
 EXPERT = ("expert_gate_up", "expert_down")
@@ -154,6 +166,11 @@ MISTAKES = (
     Mistake("mtp_unshifted", ("enorm",), {"unshifted": True}, "with tokens not shifted"),
     Mistake("mtp_zero_first", ("enorm",), {"zero_first": True}, "with the embedding at position 0 set to zero"),
 )
+
+
+def variants_of(kind: str) -> list[Mistake]:
+    """What sound engines do differently in one kind of operator."""
+    return [variant for variant in VARIANTS if kind in variant.kinds]
 
 
 def mistakes_of(kind: str) -> list[Mistake]:

@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from refmodel.attention import attend
+from fp8.rounding import to_bfloat16
+from refmodel.attention import Attended, attend
 from refmodel.cache import LatentCache, PagePool
 from refmodel.experts import project
 from refmodel.golden.norm_operators import norm
 from refmodel.layer import Segment
 from refmodel.mla import attend_batch
+from refmodel.numerics import widen
 from refmodel.rope import apply_rope, softmax_scale, yarn_frequencies, yarn_mscale
 
 
@@ -134,6 +136,7 @@ def _attention_with(
     lse_unscaled=False,
     heads_rolled=0,
     leak=False,
+    narrow_scores=False,
 ):
     """The naive form with a mistake in it, request by request, or over all rows as one (`leak`)."""
     config, numerics = context.config, context.numerics
@@ -160,13 +163,31 @@ def _attention_with(
         k = np.concatenate([k_nope, np.zeros_like(rope) if without_rope else rope], axis=2)
         wide = (numerics.widen(x) for x in (q[here], k, v))
         visible = before + offset if causal else None
-        outs.append(attend(*wide, factor, visible, dtype=numerics.compute))
+        run = _attend_narrow if narrow_scores else attend
+        outs.append(run(*wide, factor, visible, dtype=numerics.compute))
     heads = np.concatenate([o.out for o in outs])
     lse = np.concatenate([o.lse for o in outs])
     lse = lse / np.log(2.0) if lse_base2 or base2 else lse
     lse = lse / factor if lse_unscaled else lse
     heads = np.roll(heads, heads_rolled, axis=1)
     return numerics.store(heads, "attention"), numerics.store(lse, "lse")
+
+
+def _attend_narrow(q, k, v, scale, causal_offset, *, dtype) -> Attended:
+    """`attend` whose scores are rounded to bfloat16 before and after the scale, and whose probabilities are rounded to
+    it before they meet the values. The lse is that of the rounded scores."""
+
+    def narrow(x):
+        return widen(to_bfloat16(x), dtype)
+
+    scores = narrow(narrow(np.einsum("thd,shd->hts", q, k)) * dtype.type(scale))
+    hidden = np.arange(len(k)) > causal_offset + np.arange(len(q))[:, None]  # [T, S]
+    scores[:, hidden] = -np.inf
+    top = scores.max(axis=2, keepdims=True)
+    p = np.exp(scores - top)
+    total = p.sum(axis=2, keepdims=True)
+    out = np.einsum("hts,shd->thd", narrow(p / total), v)
+    return Attended(out, (np.log(total) + top)[:, :, 0].T)
 
 
 def output(context, heads, *, layer, heads_inside=False, factor=1.0):

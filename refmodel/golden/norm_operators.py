@@ -1,9 +1,11 @@
 """Operators that every layer has: norms, additions, the ends of the model. Keywords are mistakes (see `mistakes`)."""
 
+import ml_dtypes
 import numpy as np
 
 from refmodel.linear import linear
 from refmodel.norm import rms_norm
+from refmodel.numerics import round_to
 
 _INNER = ("q_a_norm", "kv_a_norm")
 
@@ -45,7 +47,7 @@ def add(context, a, b, *, point, first=1.0, second=1.0):
     return (numerics.store(wide(first) * numerics.widen(a) + wide(second) * numerics.widen(b), point),)
 
 
-def logits(context, x, *, tied=False, cap=None):
+def logits(context, x, *, tied=False, cap=None, narrow=False):
     """The language-model head."""
     numerics, weights = context.numerics, context.weights
     out = linear(numerics.widen(x), weights.head)
@@ -53,6 +55,8 @@ def logits(context, x, *, tied=False, cap=None):
         out = numerics.widen(x) @ numerics.widen(weights.embedding).T
     if cap is not None:
         out = np.tanh(out / cap) * cap
+    if narrow:
+        out = numerics.widen(round_to(out, np.dtype(ml_dtypes.bfloat16)))
     return (numerics.store(out, "logits"),)
 
 

@@ -74,6 +74,10 @@ class Replay:
         mistake = self.wrong.get(op.outputs[0], {})
         return tuple(op.run(self.context, *(self.value(name) for name in op.inputs), **mistake))
 
+    def with_mistake(self, op: Operator, how: dict) -> "Replay":
+        """The same replay with a mistake (keywords of the operator) in one operator."""
+        return Replay(self.context, self.captured, self.operators, {op.outputs[0]: how}, self.before, self.prefix)
+
     def segment(self, op: Operator) -> list[Operator]:
         """The operator and those before it whose outputs the engine did not capture, back to what it did."""
         found, waiting = [], [op]

@@ -160,11 +160,12 @@ def reproduce(dtype) -> Tolerance:
 def one_operator(dtype, numerics: str, size: int, operators: int = 1, sensitivity: float = 1.0) -> Tolerance:
     """The rule for the output of one operator whose inputs agree to the bit.
 
-    An implementation rounds a few intermediate results that this one keeps wide: 8 roundings of the output's format
-    (16 of float32) against the root mean square, 2 as a norm, 3 as the norm of a row. A factor common to all elements
-    cannot come from rounding at all. Where operands are quantised to FP8, another way of dividing by the scale moves
-    single codes to a neighbour.
-    `operators` of them in a row, of which only the last one's output is known, add up like a random walk.
+    An implementation rounds a few intermediate results that this one keeps wide: 24 roundings of the output's format
+    (32 of float32) against the root mean square, 3 as a norm, 4 as the norm of a row. What transformers and vLLM give
+    for the example model stays below two thirds of each. A factor common to all elements cannot come from rounding at
+    all. Where operands are quantised to FP8, another way of dividing by the scale moves single codes to a neighbour.
+    `operators` of them in a row, of which only the last one's output is known, add up like a random walk, whose steps
+    are a third of what one may reach.
     sensitivity: how much the operator magnifies the rounding of its wide arithmetic (an exponential of a score of
     size 10 by 10), which counts where the output is as wide as that arithmetic.
     """
@@ -177,10 +178,10 @@ def one_operator(dtype, numerics: str, size: int, operators: int = 1, sensitivit
         return Tolerance(ulps=1, differing=0.02, reason="E4M3 codes: a neighbour, in 2 % of the elements")
     if unit < 2.0**-24:
         return Tolerance(rtol=1e-12, rms=1e-12, reason="float64: 1e-12 relative")
-    most = 16 if unit == 2.0**-24 else 8
+    most = 32 if unit == 2.0**-24 else 24
     unit *= DOT_PRODUCT / 8 * sensitivity if unit == 2.0**-24 else 1.0
-    unit *= float(np.sqrt(operators))
+    unit *= (2 + float(np.sqrt(operators))) / 3
     scale = unit / 4 + 8 * unit / float(np.sqrt(max(size, 1)))
     count = f"{operators} operators" if operators > 1 else "one operator"
-    reason = f"{count} in {numerics}: {most} roundings of {unit:.2g}, as a norm 2, by row 3"
-    return Tolerance(rtol=most * unit, rms=most * unit, scale=scale, norm=2 * unit, row=3 * unit, reason=reason)
+    reason = f"{count} in {numerics}: {most} roundings of {unit:.2g}, as a norm 3, by row 4"
+    return Tolerance(rtol=most * unit, rms=most * unit, scale=scale, norm=3 * unit, row=4 * unit, reason=reason)

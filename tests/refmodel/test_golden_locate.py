@@ -8,7 +8,7 @@ import pytest
 from refmodel import Model, ModelConfig, record
 from refmodel.generate import generate
 from refmodel.golden import Step, locate
-from refmodel.golden.mistakes import MISTAKES
+from refmodel.golden.mistakes import MISTAKES, VARIANTS
 from refmodel.golden.mutants import Engine, Mutant, example_engine, score, summary
 from refmodel.golden.operators import Context, mtp_operators, operators
 from refmodel.golden.replay import Replay
@@ -362,3 +362,17 @@ def test_other_members_of_the_family_are_replayed(changes):
     assert set(location.report.counts()) == {"identical"}
     judged = {r.name for r in location.report.results}
     assert {n for n in tensors if not n.endswith("margin")} == judged
+
+
+# transformers' eager attention in bfloat16, and heads that give bfloat16 logits, are no faults
+@pytest.mark.parametrize(("name", "kind"), [("scores_narrow", "attention"), ("logits_narrow", "logits")])
+def test_what_sound_engines_do_differently_is_recognised(name, kind):
+    made = engine("bfloat16")
+    variant = next(v for v in VARIANTS if v.name == name)
+    op = next(o for o in made.operators if o.kind == kind)
+    tensors = made.run(Mutant(variant, op.outputs[0], None))
+    location = made.locate(tensors)
+    assert location.ok, location.headline
+    assert f"of them {variant.text}, first {op.outputs[0]}" in location.headline
+    wrong = {**tensors, op.outputs[0]: tensors[op.outputs[0]] * tensors[op.outputs[0]].dtype.type(1.05)}
+    assert made.locate(wrong).first.name == op.outputs[0]
