@@ -133,7 +133,7 @@ def route_tokens(state, weights, x, scope):
         top_k=config.num_experts_per_tok,
         n_group=config.n_group,
         topk_group=config.topk_group,
-        routed_scaling_factor=config.routed_scaling_factor,
+        routed_scaling_factor=config.routed_scaling_factor if numerics.switches.routed_scale_on == "weights" else 1.0,
         norm_topk_prob=config.norm_topk_prob,
         scoring_func=config.scoring_func,
         topk_method=config.topk_method,
@@ -216,6 +216,9 @@ def shared(state, layer, scope):
 def merge(state, layer, scope):
     values = state.values
     routed, shared_out = values.pop("routed"), values.pop("shared")
+    if state.numerics.switches.routed_scale_on == "output":
+        scaled = state.numerics.widen(routed) * state.numerics.compute.type(state.config.routed_scaling_factor)
+        routed = state.numerics.store(scaled, "combined_row")
     moe = routed if shared_out is None else add(state, routed, shared_out, "moe_output")
     scope.emit("moe", moe)
     hidden = add(state, values["hidden"], moe, "residual")

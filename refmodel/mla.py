@@ -32,19 +32,34 @@ def project_query_and_latent(state, weights, x, scope):
         scope.emit("q_a_norm", q)
         q = project(q, weights.q_b, numerics)
     q = q.reshape(len(q), H, config.qk_head_dim).copy()  # [T, H, N + P]
-    inv_freq, amplitude = yarn_frequencies(config)
-    rotate = dict(inv_freq=inv_freq, interleaved=config.rope_interleave, amplitude=amplitude, dtype=numerics.compute)
-    positions = state.batch.positions
-    q[:, :, -P:] = numerics.store(apply_rope(q[:, :, -P:], positions, **rotate), "rope")
+    q[:, :, -P:] = _rotate(state, q[:, :, -P:])
     scope.emit("q", q)
     scope.emit("kv_a", kv_a)
     latent = _inner_norm(state, kv_a[:, :C], weights.kv_a_norm)  # [T, C]
-    k_pe = apply_rope(kv_a[:, None, C:], positions, **rotate)[:, 0]  # [T, P]; not normed
     row = np.empty((len(q), C + P), numerics.activation)
-    row[:, :C], row[:, C:] = latent, numerics.store(k_pe, "rope")
+    row[:, :C], row[:, C:] = latent, _rotate(state, kv_a[:, None, C:])[:, 0]  # k_pe is not normed
     scope.emit("kv_latent", row[:, :C])
     scope.emit("k_pe", row[:, C:])
     return q, row
+
+
+def _rotate(state, x):
+    """RoPE of the batch's positions on x [T, heads, P], rounded."""
+    config, numerics = state.config, state.numerics
+    inv_freq, amplitude = yarn_frequencies(config)
+    early = numerics.activation if numerics.switches.rope_dtype == "activation" else None
+    turned = apply_rope(
+        x,
+        state.batch.positions,
+        inv_freq,
+        config.rope_interleave,
+        amplitude=amplitude,
+        dtype=numerics.compute,
+        cast_each=early,
+    )
+    if numerics.switches.k_pe_order == "half_split" and config.rope_interleave:
+        turned = np.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)  # queries too: scores do not change
+    return numerics.store(turned, "rope")
 
 
 def _inner_norm(state, x, weight):

@@ -7,12 +7,14 @@ FP8 block products (`fp8.gemm`) and the sums of combine (`weighted_row`, `combin
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
 
 from fp8.rounding import to_bfloat16
+from refmodel.switches import ENGINES, Switches
+
+__all__ = ["ENGINES", "PRESETS", "ROUNDING_POINTS", "Numerics", "Switches", "round_to", "widen"]
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float32 = np.dtype(np.float32)
@@ -41,62 +43,6 @@ ROUNDING_POINTS = {
 }
 
 PRESETS = ("float64", "float32", "bfloat16", "fp8")
-
-#: Where implementations differ: field of Switches -> {engine: value}; the default is Hugging Face's.
-ENGINES = {
-    "hf": {},
-    "vllm": {
-        "router_norm_eps": 0.0,
-        "inner_norm_eps": None,
-        "mtp_zero_position_0": True,
-        "mtp_position_shift": 0,
-    },
-    "sglang": {"router_norm_eps": 0.0, "inner_norm_eps": None, "mtp_position_shift": 0},
-    "official": {"router_norm_eps": 0.0, "router_dtype": "activation"},
-}
-
-
-@dataclass(frozen=True)
-class Switches:
-    """Legitimate differences between implementations; `like=` sets them together."""
-
-    #: epsilon of q_a_layernorm and kv_a_layernorm; None takes rms_norm_eps (the engines), Hugging Face fixes 1e-6
-    inner_norm_eps: float | None = 1e-6
-    #: added to the sum of the selected scores before dividing; the vendor's code and the engines add nothing
-    router_norm_eps: float = 1e-20
-    #: `float32`, or `activation`: router logits stored in the activation dtype (the vendor's code)
-    router_dtype: str = "float32"
-    #: `multiply_then_cast` (vendor) or `cast_then_multiply` (Hugging Face in bfloat16)
-    norm_order: str = "multiply_then_cast"
-    #: hidden state that feeds the MTP layer: `post_norm` or `pre_norm` of the final norm
-    mtp_hidden: str = "post_norm"
-    #: vLLM zeroes the embedding that enters the MTP layer at position 0
-    mtp_zero_position_0: bool = False
-    #: RoPE position of MTP slot i is i + shift (1: the token's own position)
-    mtp_position_shift: int = 1
-    #: what one module recycles when it drafts more than one token: its `post_norm` or `pre_norm` output
-    mtp_recycle: str = "post_norm"
-
-    _CHOICES: ClassVar = {
-        "router_dtype": ("float32", "activation"),
-        "norm_order": ("multiply_then_cast", "cast_then_multiply"),
-        "mtp_hidden": ("post_norm", "pre_norm"),
-        "mtp_recycle": ("post_norm", "pre_norm"),
-    }
-
-    def __post_init__(self):
-        for name, choices in self._CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"switch {name} = {getattr(self, name)!r}: must be one of {', '.join(choices)}")
-
-    @classmethod
-    def like(cls, engine: str | None) -> "Switches":
-        """The switches of one engine (`hf`, `vllm`, `sglang`, `official`); None is the default, `hf`."""
-        if engine is None:
-            return cls()
-        if engine not in ENGINES:
-            raise ValueError(f"like = {engine!r}: known engines are {', '.join(sorted(ENGINES))}")
-        return cls(**ENGINES[engine])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from refmodel.numerics import widen
+from refmodel.numerics import round_to, widen
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -65,12 +65,14 @@ def apply_rope(
     *,
     amplitude: float = 1.0,
     dtype=np.float64,
+    cast_each=None,
 ) -> np.ndarray:
     """Rotate pairs of the last axis by position * inv_freq, unrounded.
 
     x [..., T, heads, P]; positions [T] integers; inv_freq [P/2]; result like x in `dtype`.
     `interleaved`: pairs are (0, 1), (2, 3), ... and stay there (the vendor's code, vLLM). Otherwise pair i is
     (i, i + P/2): right only for weights whose rope rows were permuted that way. Angles are float64 in either dtype.
+    `cast_each` names a dtype to which cos, sin and both products are rounded, as engines do that rotate in bfloat16.
     Raises ValueError when P is odd or the lengths do not fit.
     """
     P = x.shape[-1]
@@ -83,14 +85,15 @@ def apply_rope(
         )
     dtype = np.dtype(dtype)
     angle = np.asarray(positions, np.float64)[:, None] * inv_freq  # [T, P/2]
-    cos = (np.cos(angle) * amplitude).astype(dtype)[:, None, :]  # [T, 1, P/2]
-    sin = (np.sin(angle) * amplitude).astype(dtype)[:, None, :]
+    rounded = (lambda value: value) if cast_each is None else (lambda value: widen(round_to(value, cast_each), dtype))
+    cos = rounded((np.cos(angle) * amplitude).astype(dtype))[:, None, :]  # [T, 1, P/2]
+    sin = rounded((np.sin(angle) * amplitude).astype(dtype))[:, None, :]
     x = widen(x, dtype)
     out = np.empty(x.shape, dtype)
     if interleaved:
         real, imag, to_real, to_imag = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
     else:
         real, imag, to_real, to_imag = x[..., : P // 2], x[..., P // 2 :], out[..., : P // 2], out[..., P // 2 :]
-    np.subtract(real * cos, imag * sin, out=to_real)
-    np.add(real * sin, imag * cos, out=to_imag)
+    np.subtract(rounded(real * cos), rounded(imag * sin), out=to_real)
+    np.add(rounded(real * sin), rounded(imag * cos), out=to_imag)
     return out

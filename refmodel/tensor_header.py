@@ -117,6 +117,8 @@ def _parse_json(path: Path, raw: bytes) -> dict:
 
 
 def _check_metadata(path: Path, metadata) -> dict[str, str]:
+    if metadata is None:  # MLX writes null where it has nothing to say
+        return {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{path}: {METADATA_KEY} must map strings to strings, got {shorten(metadata)}")
     return metadata
