@@ -8,6 +8,7 @@ from refmodel.golden.mistakes import mistakes_of
 from refmodel.golden.operators import Operator
 from refmodel.golden.replay import Replay, as_stored
 from refmodel.golden.report import TensorResult
+from refmodel.golden.topk import compare_routes, ids_of
 from refmodel.golden.ulp import widen
 
 EXPLAINED = 0.25  # a mistake is the cause if it leaves at most this part of the error
@@ -46,7 +47,12 @@ def diagnose_output(replay: Replay, op: Operator, result: TensorResult) -> tuple
     name = result.name.removeprefix(replay.prefix)
     place = op.outputs.index(name)
     actual = as_stored(name, np.asarray(replay.captured[name]), replay.context.numerics)
-    expected = replay.run(op)[place]
+    outputs = replay.run(op)
+    expected = outputs[place]
+    ids = ids_of(name, op.outputs)
+    if ids is not None and ids in replay.captured and actual.shape == expected.shape:  # weights follow their experts
+        ours, theirs = outputs[op.outputs.index(ids)], np.asarray(replay.captured[ids])
+        actual = np.take_along_axis(actual, compare_routes(ours, theirs, None, 0.0).order, axis=-1)
     if expected.shape != actual.shape:
         return ()
     errors = _row_errors(expected, actual)

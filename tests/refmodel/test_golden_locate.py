@@ -95,6 +95,17 @@ def test_the_headline_names_tensor_and_cause():
     assert location.to_json()["findings"][0]["mistake"] == "bias_in_weights"
 
 
+def test_weights_of_an_engine_with_another_order_of_slots_are_diagnosed():
+    made = engine()
+    tensors = dict(made.run(mutant("factor_squared", "layers.2.attn_core.router.topk_idx")))
+    for name in ("topk_idx", "topk_weights"):
+        name = f"layers.2.attn_core.router.{name}"
+        tensors[name] = tensors[name][:, ::-1].copy()
+    location = made.locate({n: x for n, x in tensors.items() if ".experts." not in n})
+    assert location.first.name == "layers.2.attn_core.router.topk_weights"
+    assert location.findings[0].mistake == "factor_squared"
+
+
 def test_what_was_not_captured_is_bridged_and_the_cause_still_found():
     made = engine()
     tensors = made.run(mutant("mscale_missing", "layers.1.attn_core.heads"))
