@@ -178,7 +178,7 @@ def _measure_different(r, a, stats: BlockStats, limits: Limits) -> BlockStats:
             distance[odd] = 0
         stats = replace(stats, worst_ulp=_worst(distance, stats))
     scale = np.abs(wide_r)
-    scale[scale == 0] = 1.0  # no relative error to zero: the absolute one counts
+    scale += scale == 0  # no relative error to zero: the absolute one counts
     stats = replace(stats, worst_rel=_worst(np.divide(absolute, scale, out=scale), stats))
     return _with_rows(stats, row_dd, row_rr, differs, verdict)
 
