@@ -9,6 +9,7 @@ Example: refmodel experts loads.npy --ranks 32 --redundant 32 --groups 8 --polic
 
 import argparse
 import json
+from pathlib import Path
 
 import numpy as np
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "moved": _moved(before, plan.phy2log, topology, sizes, args),
     }
     if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(args.out, **plan._asdict(), loads=loads)
     if args.json:
         print(json.dumps(content | {"phy2log": plan.phy2log.tolist()}))

@@ -16,6 +16,7 @@ def draw(path, matrices: dict[str, np.ndarray], title: str, ranks_per_node: int)
 
     Raises ValueError for an ending other than .svg and .png, and where matplotlib is missing for .png."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
         path.write_text(_svg(matrices, title, ranks_per_node))
     elif path.suffix == ".png":

@@ -13,6 +13,7 @@ Example: refmodel volumes prefill-ep32 --tokens 1024 --plot out/volumes.svg
 import argparse
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -148,4 +149,5 @@ def _write(path: str, layers: list[Volumes]) -> None:
         for link in LINKS
         for unit in ("bytes", "rows")
     }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **arrays)

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from parallel.eplb import balancedness, chosen_policy, count_duplicates, gpu_loads, rebalance_experts
+from parallel.eplb_search import Packing
 
 DATA = np.load(Path(__file__).parent / "data" / "eplb_cases.npz")
 CASES = sorted({name.split("/")[0] for name in DATA.files if "/" in name})
@@ -68,6 +71,24 @@ def test_a_published_skewed_example():
     weight = [[600, 560, 120, 120, 20, 10, 10, 10]]
     plain, balanced = both(weight, 16, 1, 1, 8)
     assert round(top(weight, plain, 8)[0]) == round(top(weight, balanced, 8)[0]) == 232
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32))
+def test_what_a_swap_would_change_is_what_it_changes(packs, size, experts, seed):
+    rng = np.random.default_rng(seed)
+    expert = rng.integers(0, experts, packs * size)
+    pack = rng.permutation(np.repeat(np.arange(packs), size))
+    packing = Packing(rng.integers(1, 9, experts).astype(float), expert, pack, packs)
+    everyone = np.arange(len(expert))
+    change, (source, target) = packing.duplicates_after(everyone), packing.totals_after(everyone)
+    for a in everyone:
+        for b in everyone[pack != pack[a]]:
+            swapped = packing.with_pack(packing.pack)
+            swapped.swap(a, b)
+            assert swapped.duplicates() - packing.duplicates() == change[a, b]
+            after = [swapped.load[swapped.pack == p].sum() for p in (pack[a], pack[b])]
+            assert after == pytest.approx([source[a, b], target[a, b]])
+            assert swapped.total[[pack[a], pack[b]]] == pytest.approx(after)
 
 
 def random_plans(rng, count):

@@ -134,8 +134,8 @@ def test_the_model_s_own_routing(capsys):
 
 
 def test_plots_and_arrays(tmp_path, capsys):
-    call(capsys, *SMALL, "--plot", tmp_path / "a.svg", "--out", tmp_path / "a.npz")
-    root = ET.parse(tmp_path / "a.svg").getroot()
+    call(capsys, *SMALL, "--plot", tmp_path / "new/a.svg", "--out", tmp_path / "a.npz")
+    root = ET.parse(tmp_path / "new/a.svg").getroot()
     assert root.tag.endswith("svg")
     pictures = [e for e in root if e.tag.endswith("image")]
     assert len(pictures) == 4  # two matrices, two scales
