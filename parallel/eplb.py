@@ -34,11 +34,10 @@ class Replicas(NamedTuple):
 
 
 def chosen_policy(num_groups: int, num_nodes: int) -> str:
-    """`hierarchical` (a group stays within one node) when the nodes divide the groups, else `global` (nodes are
-    ignored).
+    """`hierarchical` (a group stays on one node) when the nodes divide the groups, else `global` (nodes are ignored).
 
-    The rule of deepseek-ai/EPLB eplb.py, which applies it without a word: V3 prefill on 4 nodes is hierarchical (8
-    % 4), decode on 18 nodes is global (8 % 18)."""
+    The rule of deepseek-ai/EPLB eplb.py, which applies it without a word: V3 prefill on 4 nodes is hierarchical
+    (8 % 4 is 0), decode on 18 nodes is global."""
     if num_groups < 1 or num_nodes < 1:
         raise ValueError(f"num_groups = {num_groups}, num_nodes = {num_nodes}: both must be at least 1")
     return "hierarchical" if num_groups % num_nodes == 0 else "global"

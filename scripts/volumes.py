@@ -2,10 +2,9 @@
 
 Without arguments: the published decode deployment (144 ranks, 176 tokens each, 58 layers). Presets: prefill-ep32,
 decode-ep144, paper-ep320, profile-ep128; every size is a flag. Routing is drawn (uniform, group_limited, balanced),
-taken from the model's own run (model), or read from files that an engine recorded: vLLM's routed_experts (.npy,
-.npz), SGLang's meta_info.routed_experts (.json, .jsonl) and expert-distribution records (.pt), tensors named as
-record() does
-(.safetensors). Exit code 1: a measurement given by --check lies outside its interval.
+taken from the model's own run (model), or read from files that an engine recorded: vLLM's routed_experts (.npy, .npz),
+SGLang's meta_info.routed_experts (.json, .jsonl) and expert-distribution records (.pt), or tensors named as record()
+names them (.safetensors). Exit code 1: a measurement given by --check lies outside its interval.
 
 Example: refmodel volumes prefill-ep32 --tokens 1024 --plot out/volumes.svg
 """
