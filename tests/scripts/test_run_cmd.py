@@ -207,3 +207,45 @@ def test_text_prompts_need_a_byte_level_model(capsys, tmp_path):
     )  # fmt: skip
     assert code == 0
     assert load_tensors(tmp_path / "g")["request.0.prompt"].tolist() == np.array([1, 2, 299]).tolist()
+
+
+_GRID = """
+import json, sys
+import numpy as np
+from parallel import Deployment, Topology
+from refmodel import Model
+from refmodel.presets import EXAMPLE
+prompts = [np.frombuffer(p.encode(), np.uint8) for p in json.loads((EXAMPLE / "prompts.json").read_text())["prompts"]]
+same = lambda a, b: a.tokens == b.tokens and all(
+    x.rows(l, x.written[l]).tobytes() == y.rows(l, y.written[l]).tobytes()
+    for x, y in zip(a.caches, b.caches) for l in range(4))
+for numerics, compute in [("float64", "float64"), ("float32", "float64"), ("float32", "float32"),
+                          ("bfloat16", "float64"), ("fp8", "float64")]:
+    model = Model.from_pretrained(EXAMPLE, numerics=numerics, compute=compute)
+    settings = dict(speculative=True, temperature=0.7, top_p=0.95)
+    alone = model.generate_batch(prompts, 8, **settings)
+    for ranks in (1, 2, 4, 8, 16, 32):
+        spread = Deployment(model, Topology(ranks, 8)).generate_batch(prompts, 8, **settings)
+        assert same(alone, spread), (numerics, compute, ranks)
+print("identical")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", ["Haswell", "SkylakeX"])
+def test_every_number_of_ranks_and_numerics_under_both_kernels(kernel):
+    env = {**os.environ, "OPENBLAS_CORETYPE": kernel, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", _GRID], env=env, capture_output=True, text=True)
+    assert done.stdout == "identical\n", done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "redundant", "dispatch"), [
+    (144, 32, "low_latency"), (144, 32, "normal"), (144, 32, "elastic"), (144, 32, "allgather"),
+    (144, 32, "alltoallv"), (64, 0, "normal"), (320, 64, "low_latency"),
+])  # fmt: skip
+def test_many_ranks(capsys, tmp_path, ranks, redundant, dispatch):
+    args = ["--ranks", str(ranks), "--redundant-experts", str(redundant), "--dispatch", dispatch]
+    code, result = run_json(capsys, tmp_path, *args, "--new-tokens", "2")
+    assert code == 0
+    assert result["identical"]
