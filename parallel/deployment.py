@@ -48,7 +48,7 @@ class Deployment:
     replica_rule: one of `parallel.replicas.RULES`; `static`, or `hashed` for `allgather`.
     order: how the executor picks among ranks that can move. split: how a rank's (item, first row) list becomes two
     micro-batches; by default halves of attention work in prefill, of requests in decode.
-    Raises ValueError for unknown names and for ranks that do not divide the experts.
+    Raises ValueError for unknown names, for ranks that do not divide the experts, and for placements that do not fit.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Deployment:
         self._placements = placement
         if placement is None:
             self._placements = default_placement(self.config.n_routed_experts, redundant_experts, topology)
+        check_placements(self._placements, self.config, topology)
         self._order, self._split, self._dispatch_options = order, split, dispatch_options
         self._reset()
         #: ranks that this process computes: all of them, unless they are spread by MPI
@@ -330,6 +331,22 @@ def cut_item(item: Item, start: int, first: int, stop: int) -> tuple[Item, int]:
     hidden = None if item.hidden is None else item.hidden[first:stop]
     part = Item(item.request, item.token_ids[first:stop], item.cache, item.slot + first, hidden)
     return part, start + first
+
+
+def check_placements(placement: Placement | dict[int, Placement], config, topology: Topology) -> None:
+    """Raises ValueError unless each MoE layer, those of MTP included, has a placement of its experts on these ranks."""
+    needed = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
+    by_layer = placement if isinstance(placement, dict) else dict.fromkeys(needed, placement)
+    missing = [layer for layer in needed if layer not in by_layer]
+    if missing:
+        raise ValueError(f"placement names no layer {missing[0]}: each of the MoE layers {needed} needs one")
+    for layer in needed:
+        experts, _, ranks = by_layer[layer].shape
+        if (experts, ranks) != (config.n_routed_experts, topology.num_ranks):
+            raise ValueError(
+                f"placement of layer {layer}: {experts} experts on {ranks} ranks, but the model has "
+                f"{config.n_routed_experts} and the topology {topology.num_ranks}"
+            )
 
 
 def default_placement(num_experts: int, redundant_experts: int, topology: Topology) -> Placement:

@@ -86,7 +86,7 @@ def _attend_naive(state, weights, layer, query):
     heads = np.empty((*query.shape[:2], config.v_head_dim), numerics.compute)  # [T, H, V]
     lse = np.empty(query.shape[:2], numerics.compute)
     q = numerics.widen(query)
-    for segment in state.batch.segments:
+    for segment in _with_tokens(state.batch.segments):
         rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
         k, v = _expand(state, weights, segment.cache.rows(layer, keys))
         part = attend_blocks(q[rows], k, v, keys, softmax_scale(config), segment.cache_offset)
@@ -118,7 +118,7 @@ def _attend_absorbed(state, weights, layer, query):
     q[:, :, C:] = numerics.widen(query[:, :, N:])
     latent = np.empty((*query.shape[:2], C), numerics.compute)  # [T, H, C]
     lse = np.empty(query.shape[:2], numerics.compute)
-    for group in _alike(state.batch.segments, q.shape[-1] * q.itemsize):
+    for group in _alike(_with_tokens(state.batch.segments), q.shape[-1] * q.itemsize):
         keys = np.array([segment.cache_offset + segment.stop - segment.start for segment in group])
         rows = np.array([np.arange(segment.start, segment.stop) for segment in group])  # [R, t]
         blocks = np.empty((len(group), -(-int(keys[0]) // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
@@ -134,6 +134,11 @@ def _attend_absorbed(state, weights, layer, query):
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse
+
+
+def _with_tokens(segments):
+    """A request may come without new tokens, and without any key."""
+    return [segment for segment in segments if segment.stop > segment.start]
 
 
 def _alike(segments, row_bytes):
