@@ -5,11 +5,10 @@ from unittest import mock
 
 import numpy as np
 
-from refmodel import Model
 from refmodel.rowcounts import RowCounts
 from scripts.benches import transformers_peer, vendor_peer
 from scripts.benches.environment import blas_threads
-from scripts.benches.size_a import QUICK, STANDARD, Size, decode, flop_per_token, prefill
+from scripts.benches.size_a import QUICK, STANDARD, Size, decode, flop_per_token, make_model, prefill
 from scripts.benches.timing import Row, Session
 
 _NAIVE_PEER, _ABSORBED_PEER = "transformers", "DeepSeek's inference code"
@@ -31,8 +30,12 @@ _WIDE = replace(
 def measure(session: Session) -> list[Row]:
     """Prefill, decode, the price of bit-invariant rows, the other numerics, and a wider model."""
     size = QUICK if session.quick else STANDARD
-    model = Model.random(size.config, 0, numerics="float32", compute="float32")
-    peers = transformers_peer.Peer.found(size.config), vendor_peer.Peer.found(size.config, session.vendor)
+    model = make_model(size.config)
+    source = model.weights.source
+    peers = (
+        transformers_peer.Peer.found(size.config, source),
+        vendor_peer.Peer.found(size.config, source, session.vendor),
+    )
     rows = _prefill(session, size, model, peers) + _decode(session, size, model, peers)
     return rows + _invariance(session, size, model) + _numerics(session, size, model) + _wide(session, size)
 
@@ -45,6 +48,8 @@ def _square(side: int):
 def _prefill(session, size: Size, model, peers):
     ours = {_prefill_name(size, batch): prefill(model, batch, size.tokens) for batch in size.prompts}
     theirs = {batch: _of_peers(peers, "prefill", batch, size.tokens) for batch in size.prompts}
+    for batch in size.prompts:
+        _agree(ours[_prefill_name(size, batch)], theirs[batch])
     flat = {f"{peer}, {batch} prompts": run for batch, runs in theirs.items() for peer, run in runs.items()}
     times = session.interleave({"sgemm": _square(size.square), **ours, **flat})
     peak = 2 * size.square**3 / times["sgemm"].seconds
@@ -77,7 +82,9 @@ def _decode(session, size: Size, model, peers):
     for batch in size.decoding:
         name = f"decode {batch}, context {size.tokens}"
         theirs = _of_peers(peers, "decode", batch, size.tokens)
-        times = session.interleave({name: decode(model, batch, size.tokens), **theirs})
+        ours = decode(model, batch, size.tokens)
+        _agree(ours, theirs)
+        times = session.interleave({name: ours, **theirs})
         rows.append(Row(name, times[name].seconds, "s", spread=times[name].spread))
         rows += _against(session, name, times.pop(name), times, _DECODE_LIMITS.get(batch, {}))
     return rows
@@ -86,6 +93,15 @@ def _decode(session, size: Size, model, peers):
 def _of_peers(peers, kind, batch, tokens) -> dict:
     """name -> function of all peers that are here; a name begins with its peer's."""
     return {name: run for peer in peers if peer for name, run in peer.candidates(kind, batch, tokens).items()}
+
+
+def _agree(ours, theirs) -> None:
+    """A peer is one only if it computes the same: the worst logit of most rows within 1e-3 of their RMS."""
+    mine = ours()
+    for name, run in theirs.items():
+        worst = np.abs(run() - mine).max(axis=1) / np.sqrt(np.mean(mine**2))
+        if np.median(worst) > 1e-3:  # single rows may choose another expert at a near tie
+            raise ValueError(f"{name} gives other logits than we do (by {np.median(worst):.2g} of their RMS)")
 
 
 def _against(session, name, mine, theirs, limits):
@@ -137,8 +153,7 @@ def _numerics(session, size: Size, fast):
     batch = size.prompts[-1]
     runs = {"float32": prefill(fast, batch, size.tokens)}
     for name in ("float64", "fp8"):
-        numerics = "float32" if name == "float64" else name
-        model = Model.random(size.config, 0, numerics=numerics, compute="float64")
+        model = make_model(size.config, "float32" if name == "float64" else name, "float64")
         runs[name] = prefill(model, batch, size.tokens)
     times = session.interleave(runs)
     return [
@@ -152,7 +167,7 @@ def _numerics(session, size: Size, fast):
 def _wide(session, size: Size):
     """Hidden 2048 with expert width 768, where products are large enough to come near the peak."""
     config = size.config if session.quick else _WIDE
-    model = Model.random(config, 0, numerics="float32", compute="float32")
+    model = make_model(config)
     batch = size.prompts[-1]
     name = f"{_prefill_name(size, batch)}, hidden {config.hidden_size}"
     times = session.interleave({"sgemm": _square(size.square), name: prefill(model, batch, size.tokens)})

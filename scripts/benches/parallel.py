@@ -1,7 +1,7 @@
 """What emulated ranks cost beside one rank with the same batch, and what recording costs."""
 
-from refmodel import Model, record
-from scripts.benches.size_a import QUICK, STANDARD, one_pass, prefill
+from refmodel import record
+from scripts.benches.size_a import QUICK, STANDARD, make_model, one_pass, prefill
 from scripts.benches.timing import Row, Session
 
 _CASES = (  # ranks, redundant experts, dialect, limit
@@ -16,7 +16,7 @@ _TOKENS = 4608  # of the global batch
 def measure(session: Session) -> list[Row]:
     """CPU time of a prefill on emulated ranks over that on one rank; `record()` over a plain run."""
     size = QUICK if session.quick else STANDARD
-    model = Model.random(size.config, 0, numerics="float32", compute="float32")
+    model = make_model(size.config)
     cases = ((4, 0, "low_latency", ""), (4, 4, "normal", "")) if session.quick else _CASES
     tokens = 64 if session.quick else _TOKENS
     return _ranks(session, model, cases, tokens) + _recording(session, model, size)

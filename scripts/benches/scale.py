@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 
-from refmodel import Model
-from scripts.benches.size_a import QUICK, STANDARD, decode, one_pass, prefill
+from scripts.benches.size_a import QUICK, STANDARD, decode, make_model, one_pass, prefill
 from scripts.benches.timing import Row, Session, slope
 
 
 def measure(session: Session) -> list[Row]:
     """Over tokens, ranks at a fixed global batch, experts at a fixed top-k, and context."""
     size = QUICK if session.quick else STANDARD
-    model = Model.random(size.config, 0, numerics="float32", compute="float32")
+    model = make_model(size.config)
     rows = [_tokens(session, model, size), _ranks(session, model)]
     return [*rows, _experts(session, size), *_context(session, model, size)]
 
@@ -41,7 +40,7 @@ def _experts(session, size):
     counts = (16, 32) if session.quick else (32, 64, 128, 256)
     runs = {}
     for count in counts:
-        model = Model.random(replace(size.config, n_routed_experts=count), 0, numerics="float32", compute="float32")
+        model = make_model(replace(size.config, n_routed_experts=count))
         runs[count] = prefill(model, size.prompts[-1], size.tokens)
     return _slope(session, f"experts, {size.prompts[-1]} x {size.tokens} tokens", runs, "<= 0.6")
 

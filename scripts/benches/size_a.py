@@ -6,8 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel import Deployment, Topology
-from refmodel import ModelConfig
-from refmodel.generate import Item, Work
+from refmodel import Model, ModelConfig
+from refmodel.generate import Item
+from refmodel.numerics import Numerics
+from refmodel.random_weights import RandomTensors
 
 SIZE_A = ModelConfig(
     vocab_size=4096,
@@ -76,23 +78,48 @@ def flop_per_token(config, context: float) -> float:
     return 2 * layers
 
 
+class EvenTensors(RandomTensors):
+    """Random weights without correction biases, so that routing is spread over all experts as a trained router's is."""
+
+    def array(self, name: str) -> np.ndarray:
+        drawn = super().array(name)
+        return np.zeros_like(drawn) if name.endswith("e_score_correction_bias") else drawn
+
+
+def make_model(config, numerics: str = "float32", compute: str = "float32") -> Model:
+    """A model of any size with `EvenTensors`; its `weights.source` has them for a peer."""
+    return Model(EvenTensors(config, 0), config, Numerics(numerics, np.dtype(compute)))
+
+
+def prompts(config, batch: int, tokens: int) -> np.ndarray:
+    """int64 [batch, tokens]: the first rows are the same for every batch."""
+    return np.stack([np.random.default_rng(i).integers(0, config.vocab_size, tokens) for i in range(batch)])
+
+
+def next_tokens(config, batch: int) -> np.ndarray:
+    """int64 [batch, 1]: what each request decodes."""
+    return np.random.default_rng(1).integers(0, config.vocab_size, (batch, 1))
+
+
 def prefill(model, batch: int, tokens: int):
-    """A function that prefills `batch` prompts of `tokens` with logits of the last token only."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, model.config.vocab_size, tokens) for _ in range(batch)]
+    """A function that prefills `batch` prompts of `tokens` and returns the logits of their last tokens [B, vocab]."""
+    ids = prompts(model.config, batch, tokens)
 
     def run():
         pool = model.new_pool()
-        items = [Item(i, ids, model.new_cache(i, pool), 0) for i, ids in enumerate(prompts)]
-        model.step(items, "prefill", last_only=True)
-        return items
+        items = [Item(i, ids[i], model.new_cache(i, pool), 0) for i in range(batch)]
+        return np.concatenate([step.logits for step in model.step(items, "prefill", last_only=True)])
 
     return run
 
 
 def decode(model, batch: int, context: int):
-    """A function that decodes one token for each of `batch` requests with `context` cached tokens."""
-    first = prefill(model, 1, context)()[0].cache
+    """A function that decodes one token of each of `batch` requests and returns their logits [B, vocab].
+
+    Every request has the same `context` cached tokens, in pages of its own.
+    """
+    first = model.new_cache()
+    model.step([Item(0, prompts(model.config, 1, context)[0], first, 0)], "prefill", last_only=True)
     pool = model.new_pool()
     caches = []
     for i in range(batch):
@@ -101,12 +128,13 @@ def decode(model, batch: int, context: int):
             cache.write(layer, 0, first.rows(layer))
         cache.length = context
         caches.append(cache)
-    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, (batch, 1))
+    ids = next_tokens(model.config, batch)
 
     def run():
-        model.step([Item(i, ids[i], cache, context) for i, cache in enumerate(caches)], "decode")
+        steps = model.step([Item(i, ids[i], cache, context) for i, cache in enumerate(caches)], "decode")
         for cache in caches:
             cache.truncate(context)
+        return np.concatenate([step.logits for step in steps])
 
     return run
 
@@ -116,11 +144,9 @@ def one_pass(
 ):
     """A function that prefills `requests` prompts of `tokens` on as many `ranks`; with no dialect on one rank.
 
-    Each call starts from an empty ledger and empty caches.
+    All logits are wanted. Each call starts from an empty ledger and empty caches.
     """
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, model.config.vocab_size, tokens) for _ in range(requests)]
-    engine = model
+    ids, engine = prompts(model.config, requests, tokens), model
     if dispatch is not None:
         engine = Deployment(model, Topology(ranks or requests), redundant_experts=redundant, dispatch=dispatch)
 
@@ -128,7 +154,6 @@ def one_pass(
         fresh = engine.fresh()
         pool = fresh.new_pool() if dispatch is None else None
         caches = [fresh.new_cache(i) if pool is None else fresh.new_cache(i, pool) for i in range(requests)]
-        items = [Item(i, ids, cache, 0) for i, (ids, cache) in enumerate(zip(prompts, caches))]
-        fresh.begin(Work(items, "prefill", last_only=True)).run()
+        fresh.step([Item(i, ids[i], cache, 0) for i, cache in enumerate(caches)], "prefill")
 
     return run

@@ -2,7 +2,8 @@
 
 Its file model.py (github.com/deepseek-ai/DeepSeek-V3, inference/) decodes by absorbed MLA, as we do. Two things change
 on the way in, in memory: its GPU kernels, which float32 weights never call, are replaced by functions that refuse, and
-its bfloat16 by float32. It has a correction bias at hidden size 7168 only, so that its routing differs a little.
+its bfloat16 by float32. It has a correction bias at hidden size 7168 only; here every router gets one, of zeros, since
+without it groups are chosen by another rule.
 """
 
 import sys
@@ -10,21 +11,20 @@ import types
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from scripts.benches.environment import blas_threads
+from scripts.benches.size_a import next_tokens, prompts
 
 _ROOM = 64  # cache slots beyond the context
 
 
 class Peer:
-    """`candidates(kind, batch, tokens)` as of the transformers peer."""
+    """`candidates(kind, batch, tokens)` and `source` as of the transformers peer."""
 
-    def __init__(self, config, folder: Path):
-        self._config, self._folder = config, folder
+    def __init__(self, config, source, folder: Path):
+        self._config, self._source, self._folder = config, source, folder
 
     @classmethod
-    def found(cls, config, folder: Path | None) -> "Peer | None":
+    def found(cls, config, source, folder: Path | None) -> "Peer | None":
         """None where no folder is named. Raises ValueError where torch is missing."""
         if folder is None:
             return None
@@ -32,18 +32,22 @@ class Peer:
             import torch  # noqa: F401
         except ImportError as error:
             raise ValueError(f"--vendor {folder}: torch is needed to run it ({error})") from None
-        return cls(config, folder)
+        return cls(config, source, folder)
 
     def candidates(self, kind: str, batch: int, tokens: int) -> dict:
         """kind: `prefill` of `batch` prompts of `tokens`, or one `decode` step of `batch` requests after `tokens`."""
         import torch
 
-        ids = torch.from_numpy(np.random.default_rng(0).integers(0, self._config.vocab_size, (batch, tokens)))
         model = self._model(tokens)
         if kind == "prefill":
-            return {"DeepSeek's inference code": lambda: model.forward(ids, 0)}
-        model.forward(ids[:1], 0)  # fills the first cache row; the others hold zeros, which cost the same
-        return {"DeepSeek's inference code": lambda: model.forward(ids[:, :1], tokens)}
+            ids = torch.from_numpy(prompts(self._config, batch, tokens))
+            return {"DeepSeek's inference code": lambda: model.forward(ids, 0).numpy()}
+        ids = torch.from_numpy(next_tokens(self._config, batch))
+        model.forward(torch.from_numpy(prompts(self._config, 1, tokens)), 0)  # fills the first row of its caches
+        for name, cached in model.named_buffers():
+            if name.endswith("cache"):
+                cached[1:batch] = cached[:1]
+        return {"DeepSeek's inference code": lambda: model.forward(ids, tokens).numpy()}
 
     @cache  # noqa: B019 - one peer lives as long as the run
     def _model(self, tokens):
@@ -61,15 +65,26 @@ class Peer:
             qk_rope_head_dim=c.qk_rope_head_dim, v_head_dim=c.v_head_dim,
         )  # fmt: skip
         torch.set_default_dtype(torch.float32)
-        torch.manual_seed(0)
-        model = module.Transformer(args)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-            for name, buffer in model.named_buffers():
-                if name.endswith("cache"):
-                    buffer.zero_()
-        return model.eval()
+        model = module.Transformer(args).eval().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(self._source.array(_public_name(name))))
+        for layer in model.layers[c.first_k_dense_replace :]:
+            layer.ffn.gate.bias = torch.nn.Parameter(torch.zeros(c.n_routed_experts), requires_grad=False)
+        return model
+
+
+_NAMES = {  # its parts of a name -> Hugging Face's
+    "embed": "embed_tokens", "head": "lm_head", "attn": "self_attn", "ffn": "mlp", "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "wq_a": "q_a_proj", "q_norm": "q_a_layernorm", "wq_b": "q_b_proj",
+    "wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wo": "o_proj",
+    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+}  # fmt: skip
+
+
+def _public_name(name: str) -> str:
+    """`layers.0.attn.wo.weight` is `model.layers.0.self_attn.o_proj.weight`."""
+    public = ".".join(_NAMES.get(part, part) for part in name.split("."))
+    return public if public.startswith("lm_head") else f"model.{public}"
 
 
 def load(folder: Path):
