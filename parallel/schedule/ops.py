@@ -6,23 +6,13 @@ A schedule is a list of `Op` per rank, in program order. It can be printed, chec
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DENSE_STAGES = ("attn_proj", "attn_core", "mlp")
+from refmodel.layer import DENSE_LAYER, MOE_LAYER
+
+DENSE_STAGES = tuple(stage.name for stage in DENSE_LAYER)
+MOE_STAGES = tuple(stage.name for stage in MOE_LAYER)
 EXCHANGES = ("dispatch", "combine")
 HOPS = ("send", "forward", "recv")
 EXCHANGE_STAGES = tuple(f"{exchange}_{hop}" for exchange in EXCHANGES for hop in HOPS)
-MOE_STAGES = (
-    "attn_proj",
-    "attn_core",
-    "dispatch_send",
-    "dispatch_forward",
-    "dispatch_recv",
-    "experts",
-    "combine_send",
-    "combine_forward",
-    "combine_recv",
-    "shared",
-    "merge",
-)
 
 # What a stage reads of its own micro-batch and layer; the first stage of a layer reads the layer before it.
 READS = {

@@ -226,17 +226,12 @@ class ModelEngine:
         cache.length, cache.written = rows, [rows] * len(cache.written)
         name, attempt = request if isinstance(request, Attempt) else (request, 0)
         returns = attempt + self._returns.get(request, 0)
-        return _State(
-            request, cache, np.random.default_rng([self.seed, name, returns] if returns else [self.seed, name])
-        )
+        seed = [self.seed, name, returns] if returns else [self.seed, name]
+        return _State(request, cache, np.random.default_rng(seed))
 
     def _whole_pool(self):
         """All pages at once, so that their arrays stay where they are; their owner is the scheduler."""
-        pool = (
-            self.model.new_pool(self.num_pages)
-            if hasattr(self.model, "new_pool")
-            else self.model.model.new_pool(self.num_pages)
-        )
+        pool = getattr(self.model, "model", self.model).new_pool(self.num_pages)
         for _ in range(self.num_pages):
             pool.allocate()
         return pool
