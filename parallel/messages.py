@@ -21,10 +21,42 @@ class Received(NamedTuple):
     lengths: dict[str, np.ndarray]  # ragged array -> int64 [sum(counts)] bytes of each row
 
 
+class Picked:
+    """Rows `index` [n] of `base` [T, ...], copied only when they are taken: a row that goes to many is kept once."""
+
+    def __init__(self, base: np.ndarray, index: np.ndarray):
+        self.base, self.index = base, index
+
+    dtype = property(lambda self: self.base.dtype)
+    itemsize = property(lambda self: self.base.itemsize)
+    shape = property(lambda self: (len(self.index), *self.base.shape[1:]))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, rows) -> np.ndarray:
+        """The rows that a slice or an index array [m] names, as an array of its own."""
+        return np.take(self.base, self.index[rows], axis=0)
+
+    def owned(self) -> "Picked":
+        """The same rows of a read-only copy."""
+        base = self.base.copy()
+        base.setflags(write=False)
+        return Picked(base, self.index)
+
+    @classmethod
+    def joined(cls, parts: "list[Picked]") -> "Picked":
+        """The rows of several, one after the other."""
+        lengths = np.array([len(part.base) for part in parts])
+        first = np.cumsum(lengths) - lengths
+        index = np.concatenate([part.index + start for part, start in zip(parts, first)])
+        return cls(np.concatenate([part.base for part in parts]), index)
+
+
 class Outgoing(NamedTuple):
     """One source's part of an exchange: rows `starts[d]` to `starts[d] + splits[d]` of each array go to rank d."""
 
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray | Picked]
     classes: dict[str, str]
     starts: np.ndarray  # int64 [R]
     splits: np.ndarray  # int64 [R]
@@ -69,7 +101,7 @@ class Outgoing(NamedTuple):
 class Pool(NamedTuple):
     """A whole exchange of many ranks put together once, so that each rank takes its rows by one gather per array."""
 
-    arrays: dict[str, np.ndarray]  # name -> [rows of all sources, ...]
+    arrays: dict[str, np.ndarray | Picked]  # name -> [rows of all sources, ...]
     first: np.ndarray  # int64 [source, destination] where the rows begin
     splits: np.ndarray  # int64 [source, destination]
     control: np.ndarray | None  # [source, destination, words]
@@ -83,18 +115,26 @@ class Pool(NamedTuple):
         if any(part.offsets for part in parts) or splits.mean() > _MANY_ROWS or not everyone:
             return None
         lengths = np.array([len(next(iter(part.arrays.values()))) for part in parts])
-        arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+        arrays = {name: _stacked([part.arrays[name] for part in parts]) for name in parts[0].arrays}
         first = np.stack([part.starts for part in parts]) + (np.cumsum(lengths) - lengths)[:, None]
         control = np.stack([part.control for part in parts]) if any(with_control) else None
         return cls(arrays, first, splits, control)
 
     def part(self, dst: int, sources: tuple[int, ...]) -> Received:
-        counts = np.ascontiguousarray(self.splits[:, dst])
+        chosen = slice(None) if len(sources) == len(self.splits) else list(sources)
+        counts = np.ascontiguousarray(self.splits[chosen, dst])
         total = int(counts.sum())
-        index = np.repeat(self.first[:, dst] - (np.cumsum(counts) - counts), counts) + np.arange(total)
-        arrays = {name: np.take(array, index, axis=0) for name, array in self.arrays.items()}
-        control = None if self.control is None else self.control[:, dst]
+        index = np.repeat(self.first[chosen, dst] - (np.cumsum(counts) - counts), counts) + np.arange(total)
+        arrays = {name: array[index] for name, array in self.arrays.items()}
+        control = None if self.control is None else self.control[chosen, dst]
         return Received(sources, counts, arrays, control, {})
+
+
+def _stacked(arrays: list):
+    """The rows of all, one after the other; what one source picked the others picked too, or had no rows to pick."""
+    if not any(isinstance(array, Picked) for array in arrays):
+        return np.concatenate(arrays)
+    return Picked.joined([a if isinstance(a, Picked) else Picked(a, np.arange(len(a))) for a in arrays])
 
 
 def join_parts(dst: int, sources: tuple[int, ...], parts: list[Outgoing]) -> Received:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.ledger import Ledger, Tag
-from parallel.messages import Outgoing, Pool, Received, describe, join_parts, some_ranks
+from parallel.messages import Outgoing, Picked, Pool, Received, describe, join_parts, some_ranks
 from parallel.topology import Topology
 
 __all__ = ["Network", "NotDelivered", "Outgoing", "Received", "Tag"]
@@ -65,12 +65,12 @@ class Network:
     ) -> None:
         """Send rows of `arrays` (name -> (array [n, ...], byte class)), `splits[d]` consecutive rows to rank d.
 
-        A fresh array is taken over and made read-only, a view is copied, so that sender and receiver share nothing.
-        `destinations` get a packet (all ranks by default); `starts` overrides where each destination's rows begin, so
-        that one row can go to many. `control` [len(control_to), words] holds one row of control words for each of
-        `control_to` (the destinations by default). `lengths` makes an array ragged: flat uint8, with the bytes of each
-        row [n]. `terms` are values on which all ranks of the exchange must agree; they travel outside the byte count,
-        as a packet's tag does.
+        A fresh array is taken over and made read-only; a view, and the base of a `Picked`, is copied: sender and
+        receiver share nothing. `destinations` get a packet (all ranks by default); `starts` overrides where each
+        destination's rows begin, so that one row can go to many. `control` [len(control_to), words] holds one row of
+        control words for each of `control_to` (the destinations by default). `lengths` makes an array ragged: flat
+        uint8, with the bytes of each row [n]. `terms` are values on which all ranks of the exchange must agree; they
+        travel outside the byte count, as a packet's tag does.
         Raises ValueError if rows and splits disagree, or if `src` already sent under this tag.
         """
         if src in self._sent.get(tag, ()):
@@ -161,11 +161,13 @@ class Network:
         self._left[tag] = self._left.get(tag, 0) + len(outgoing.destinations)
 
     def _join(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> Received:
-        if sources == self._all and len(sources) >= _MANY_RANKS:
-            if tag not in self._pools:
-                self._pools[tag] = Pool.of(self._parts(dst, tag, sources))
-            if self._pools[tag] is not None:
-                return self._pools[tag].part(dst, sources)
+        if sources == self._all and len(sources) >= _MANY_RANKS and tag not in self._pools:
+            pool = self._pools[tag] = Pool.of(self._parts(dst, tag, sources))
+            if pool is not None:  # which now has the rows: the sources' own arrays need not stay beside it
+                sent = self._sent[tag]
+                sent.update({source: sent[source]._replace(arrays={}) for source in sources})
+        if self._pools.get(tag) is not None:
+            return self._pools[tag].part(dst, sources)
         return join_parts(dst, sources, self._parts(dst, tag, sources))
 
     def _parts(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> list[Outgoing]:
@@ -209,8 +211,10 @@ def _one_each(ranks: tuple[int, ...], count: int) -> np.ndarray:
     return rows
 
 
-def _owned(array: np.ndarray) -> np.ndarray:
+def _owned(array: np.ndarray | Picked) -> np.ndarray | Picked:
     """A read-only array of which no one else holds a writable view."""
+    if isinstance(array, Picked):
+        return array.owned()
     if not array.flags.owndata or array.base is not None:
         array = array.copy()
     array.setflags(write=False)

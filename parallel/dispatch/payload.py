@@ -3,6 +3,7 @@
 import numpy as np
 
 from fp8 import BlockScaled
+from parallel.messages import Picked
 
 BLOCK = (1, 128)
 
@@ -28,8 +29,10 @@ def row_form(x) -> str:
     return " + ".join(f"{array.dtype.name} {list(array.shape[1:])}" for array, _ in payload_arrays(x).values())
 
 
-def take_rows(arrays: dict[str, tuple[np.ndarray, str]], index: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
-    """Fresh copies of the rows that `index` names."""
+def take_rows(arrays: dict[str, tuple[np.ndarray, str]], index: np.ndarray) -> dict:
+    """The rows that `index` names: copies, or `Picked` where that means fewer rows to keep."""
+    if any(len(index) > len(array) for array, _ in arrays.values()):
+        return {name: (Picked(array, index), cls) for name, (array, cls) in arrays.items()}
     return {name: (np.take(array, index, axis=0), cls) for name, (array, cls) in arrays.items()}
 
 
