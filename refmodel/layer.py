@@ -86,6 +86,22 @@ def add(state, a, b, point):
     return state.numerics.store(state.numerics.widen(a) + state.numerics.widen(b), point)
 
 
+def add_branch(state, branch, scope):
+    """The residual stream with `branch` added to it. Under `norm_input = "sum"` the next norm reads the sum as it was
+    before it was rounded."""
+    values, numerics = state.values, state.numerics
+    total = numerics.widen(values["hidden"]) + numerics.widen(branch)  # [T, D]
+    values["hidden"] = numerics.store(total, "residual")
+    if numerics.switches.norm_input == "sum":
+        values["sum"] = total
+    scope.emit("residual", values["hidden"])
+
+
+def normalise_stream(state, weight):
+    """RMSNorm of the residual stream."""
+    return normalise(state, state.values.pop("sum", state.values["hidden"]), weight, state.config.rms_norm_eps)
+
+
 def embed(state, layer, scope):
     hidden = state.numerics.store(state.weights.embedding[state.batch.token_ids], "embedding")  # [T, D]
     scope.emit("hidden", hidden)
@@ -94,7 +110,7 @@ def embed(state, layer, scope):
 
 def attn_proj(state, layer, scope):
     weights = state.weights.layer(layer)
-    x = normalise(state, state.values["hidden"], weights.input_norm, state.config.rms_norm_eps)
+    x = normalise_stream(state, weights.input_norm)
     scope.emit("norm", x)
     query, row = project_query_and_latent(state, weights, x, scope)
     for segment in state.batch.segments:
@@ -110,11 +126,10 @@ def attn_core(state, layer, scope):
     scope.emit("lse", lse)
     out = project(heads.reshape(len(heads), math.prod(heads.shape[1:])), weights.o, state.numerics)  # [T, D]
     scope.emit("out", out)
-    hidden = add(state, values["hidden"], out, "residual")
-    scope.emit("residual", hidden)
-    x = normalise(state, hidden, weights.post_norm, config.rms_norm_eps)
+    add_branch(state, out, scope)
+    x = normalise_stream(state, weights.post_norm)
     scope.emit("norm", x)
-    values["hidden"], values["ffn_input"] = hidden, x
+    values["ffn_input"] = x
     if config.is_moe_layer(layer):
         routing = route_tokens(state, weights, x, scope.under("router"))
         values["topk_idx"], values["topk_weights"] = routing.topk_idx, routing.topk_weights
@@ -221,9 +236,7 @@ def merge(state, layer, scope):
         routed = state.numerics.store(scaled, "combined_row")
     moe = routed if shared_out is None else add(state, routed, shared_out, "moe_output")
     scope.emit("moe", moe)
-    hidden = add(state, values["hidden"], moe, "residual")
-    scope.emit("residual", hidden)
-    values["hidden"] = hidden
+    add_branch(state, moe, scope)
     del values["ffn_input"], values["topk_idx"], values["topk_weights"]
 
 
@@ -231,17 +244,16 @@ def mlp(state, layer, scope):
     values = state.values
     out = gated_mlp(values.pop("ffn_input"), state.weights.layer(layer).mlp, state.numerics, scope.emit)
     scope.emit("out", out)
-    hidden = add(state, values["hidden"], out, "residual")
-    scope.emit("residual", hidden)
-    values["hidden"] = hidden
+    add_branch(state, out, scope)
 
 
 def final(state, layer, scope):
     """The last norm and the head; for the MTP layer its own norm, and the shared head."""
     values, weights = state.values, state.weights
     is_mtp = layer is not None
-    norm = weights.layer(layer).shared_head_norm if is_mtp else weights.norm
-    x = normalise(state, values["hidden"], norm, state.config.rms_norm_eps)  # [T, D]
+    if is_mtp:
+        values.pop("sum", None)  # vLLM's MTP layer hands its norm the sum as it was rounded
+    x = normalise_stream(state, weights.layer(layer).shared_head_norm if is_mtp else weights.norm)  # [T, D]
     scope.emit("norm", x)
     kept = state.numerics.switches.mtp_recycle if is_mtp else state.numerics.switches.mtp_hidden
     values["mtp_hidden"] = x if kept == "post_norm" else values["hidden"]

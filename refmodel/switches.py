@@ -8,6 +8,7 @@ ENGINES = {
     "hf": {"norm_order": "cast_then_multiply", "rope_dtype": "activation", "k_pe_order": "half_split"},
     "vllm": {
         "norm_order": "cast_then_multiply",
+        "norm_input": "sum",
         "rope_dtype": "activation",
         "router_dtype": "activation",
         "router_norm_eps": 0.0,
@@ -36,6 +37,8 @@ class Switches:
     inner_norm_eps: float | None = 1e-6
     #: `multiply_then_cast` (vendor), or `cast_then_multiply`: the norm rounds before its weight, too
     norm_order: str = "multiply_then_cast"
+    #: what a norm behind a residual addition reads: the sum as it is `stored`, or the `sum` before it is rounded
+    norm_input: str = "stored"
     #: `wide`, or `activation`: cos, sin, both products and their sum are each rounded to the activation dtype
     rope_dtype: str = "wide"
     #: order of k_pe in the cache: `interleaved` pairs, or `half_split`, all first numbers before all second ones
@@ -57,6 +60,7 @@ class Switches:
 
     CHOICES: ClassVar = {
         "norm_order": ("multiply_then_cast", "cast_then_multiply"),
+        "norm_input": ("stored", "sum"),
         "rope_dtype": ("wide", "activation"),
         "k_pe_order": ("interleaved", "half_split"),
         "router_dtype": ("float32", "activation"),

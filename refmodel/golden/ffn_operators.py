@@ -5,6 +5,7 @@ import numpy as np
 
 from fp8 import BlockScaled, decode
 from refmodel.experts import Expert, Pairs, linear_input, project, run_pairs, swiglu, weighted_sum
+from refmodel.golden.norm_operators import add
 from refmodel.linear import Fp8Weight, linear
 from refmodel.numerics import round_to
 from refmodel.router import route
@@ -20,9 +21,11 @@ def router_logits(context, x, *, layer, narrow=False):
     return (numerics.store(out, "router_logits"),)
 
 
-def router(context, logits, *, layer, bias=None, weights=None, fill=None, **settings):
+def router(context, logits, *, layer, bias=None, weights=None, fill=None, power=1, **settings):
     """(topk_idx [T, K], topk_weights [T, K], margin [T])."""
     config = context.config
+    on_weights = context.numerics.switches.routed_scale_on == "weights"
+    factor = config.routed_scaling_factor**power if on_weights else 1.0
     given = context.weights.layer(layer).correction_bias
     correction = given
     if bias is not None and given is not None:
@@ -32,7 +35,7 @@ def router(context, logits, *, layer, bias=None, weights=None, fill=None, **sett
         top_k=config.num_experts_per_tok,
         n_group=config.n_group,
         topk_group=config.topk_group,
-        routed_scaling_factor=config.routed_scaling_factor,
+        routed_scaling_factor=factor,
         norm_topk_prob=config.norm_topk_prob,
         scoring_func=config.scoring_func,
         topk_method=config.topk_method,
@@ -224,6 +227,13 @@ def combine(context, idx, weights, rows, *, layer, weighting=None, slots=None):
     return (weighted_sum(rows, slots_of, w, context.numerics),)
 
 
-def routed_alone(context, routed):
-    """The output of a layer without shared experts."""
-    return (routed,)
+def merge(context, routed, shared=None, *, first=1.0, second=1.0):
+    """routed + shared, where there are shared experts; the routed part first takes the factor that is not in the
+    weights."""
+    numerics = context.numerics
+    if numerics.switches.routed_scale_on == "output":
+        scaled = numerics.widen(routed) * numerics.compute.type(context.config.routed_scaling_factor)
+        routed = numerics.store(scaled, "combined_row")
+    if shared is None:
+        return (routed,)
+    return add(context, routed, shared, point="moe_output", first=first, second=second)

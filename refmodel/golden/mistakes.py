@@ -29,6 +29,7 @@ VARIANTS = (
 )
 
 NORMS = ("input_norm", "q_a_norm", "post_norm", "final_norm", "kv_latent", "hnorm")
+INNER = ("q_a_norm", "kv_latent")
 ROPE = ("q", "k_pe")
 EXPERT = ("expert_gate_up", "expert_down")
 
@@ -43,15 +44,18 @@ MISTAKES = (
     # huggingface/transformers#44261: the epsilon of the config is ignored, or used where it should not be
     Mistake("norm_eps_1e-5", NORMS, {"eps": 1e-5}, "with an epsilon of 1e-5"),
     Mistake("norm_eps_1e-2", NORMS, {"eps": 1e-2}, "with an epsilon of 1e-2"),
+    Mistake("inner_eps_fixed", INNER, {"eps": 1e-6}, "with an epsilon of 1e-6 instead of rms_norm_eps"),
+    Mistake("inner_eps_of_config", INNER, {"eps": "config"}, "with rms_norm_eps as the inner norm's epsilon"),
     Mistake("latent_norm_over_rope", ("kv_latent",), {"over_all": True}, "with k_pe taken into the latent's norm"),
     # rotary embedding
     Mistake("rope_missing", ROPE, {"rotated": False}, "without RoPE"),
     # huggingface/transformers#39687, vllm-project/vllm#26995
-    Mistake("rope_pairing", ROPE, {"interleaved": False}, "with RoPE pairs half a vector apart on interleaved weights"),
+    Mistake("rope_pairing", ROPE, {"other_pairs": True}, "with RoPE pairs half a vector apart on interleaved weights"),
     Mistake("rope_order", ROPE, {"halves": True}, "in half-split order: the same rotation, written de-interleaved"),
     Mistake("rope_position_plus_1", ROPE, {"shift": 1}, "with positions counted from 1"),
     Mistake("rope_position_minus_1", ROPE, {"shift": -1}, "with positions one too small"),
     Mistake("rope_plain", ROPE, {"plain": True}, "with plain frequencies instead of YaRN's"),
+    Mistake("rope_base", ROPE, {"base": 10000.0}, "with a RoPE base of 10000"),
     Mistake("rope_conjugate", ROPE, {"conjugate": True}, "rotated the other way"),
     # ggml-org/llama.cpp#7118
     Mistake("rope_amplitude", ROPE, {"amplitude": "mscale"}, "with cos and sin scaled by mscale as well"),
@@ -112,9 +116,10 @@ MISTAKES = (
     Mistake("weights_over_all", ("router",), {"weights": "over_all"}, "normalised over all experts"),
     Mistake("weights_ascending", ("router",), {"weights": "ascending"}, "in the order of another sort"),
     Mistake("weights_not_normalised", ("router",), {"norm_topk_prob": False}, "without normalising the weights"),
+    Mistake("weights_normalised", ("router",), {"norm_topk_prob": True}, "with the weights normalised"),
     # vllm-project/vllm#24119, #45037
     Mistake("factor_missing", ("router",), {"routed_scaling_factor": 1.0}, "without the routed scaling factor"),
-    Mistake("factor_squared", ("router",), {"routed_scaling_factor": 6.25}, "with the factor of 2.5 applied twice"),
+    Mistake("factor_squared", ("router",), {"power": 2}, "with the routed scaling factor applied twice"),
     # quantisation
     Mistake("scale_per_row", ("quantize",), {"scale": "row"}, "with one scale per row instead of one per 128"),
     # huggingface/transformers#47030
@@ -136,6 +141,8 @@ MISTAKES = (
     ),
     Mistake("expert_scale_ignored", ("expert_gate_up",), {"scales_ignored": True}, "with the input's scales ignored"),
     Mistake("down_partial", ("down",), {"factor": 0.5}, "with half of the sum, as where one of two ranks is not added"),
+    # sgl-project/sglang#28237
+    Mistake("down_rescaled", ("down",), {"factor": 0.4}, "divided by a routed scaling factor of 2.5"),
     Mistake("down_per_rank_8", ("down",), {"factor": 8.0}, "added once on each of 8 ranks"),
     # combine
     Mistake("combine_unweighted", ("combine",), {"weighting": "none"}, "with no weights applied"),
@@ -162,6 +169,7 @@ MISTAKES = (
     # MTP
     # deepseek-ai/DeepSeek-V3#712
     Mistake("eh_proj_order", ("eh_proj",), {"swapped": True}, "with the hidden state before the embedding"),
+    Mistake("mtp_hidden_side", ("hnorm",), {"other_side": True}, "from the state on the other side of the final norm"),
     # vllm-project/vllm#14137
     Mistake("mtp_unshifted", ("enorm",), {"unshifted": True}, "with tokens not shifted"),
     Mistake("mtp_zero_first", ("enorm",), {"zero_first": True}, "with the embedding at position 0 set to zero"),

@@ -1,5 +1,6 @@
 """Operators of attention. Keywords are mistakes (see `mistakes`); without them each is what `refmodel.mla` does."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,9 +26,12 @@ def down(context, x, *, layer, part, factor=1.0):
     return (out,)
 
 
-def rotate(context, x, *, interleaved=None, shift=0, plain=False, amplitude=None, conjugate=False, halves=False):
-    """RoPE on x [T, heads, P], rounded; `halves`: the right rotation, written in half-split order."""
+def rotate(
+    context, x, *, other_pairs=False, shift=0, plain=False, base=None, amplitude=None, conjugate=False, halves=False
+):
+    """RoPE on x [T, heads, P], rounded; `halves`: the right rotation, written in the other order."""
     config, numerics = context.config, context.numerics
+    config = config if base is None else replace(config, rope_theta=base)
     inv_freq, usual = yarn_frequencies(config)
     if plain:
         P = config.qk_rope_head_dim
@@ -38,11 +42,12 @@ def rotate(context, x, *, interleaved=None, shift=0, plain=False, amplitude=None
         x,
         context.positions() + shift,
         -inv_freq if conjugate else inv_freq,
-        config.rope_interleave if interleaved is None else interleaved,
+        config.rope_interleave != other_pairs,
         amplitude=usual,
         dtype=numerics.compute,
+        cast_each=numerics.activation if numerics.switches.rope_dtype == "activation" else None,
     )
-    if halves:
+    if halves != (config.rope_interleave and numerics.switches.k_pe_order == "half_split"):
         out = np.concatenate([out[..., 0::2], out[..., 1::2]], axis=-1)
     return numerics.store(out, "rope")
 

@@ -20,11 +20,12 @@ def embed(context, *, scale=1.0, shift=0):
 
 
 def norm(context, x, *, layer, weight, eps=None, weighted=1, plus_one=False, centred=False, skipped=False, twice=False):
-    """RMSNorm with the weight of that name of the layer, or the model's own."""
+    """RMSNorm with the weight of that name of the layer, or the model's own; eps "config" is its rms_norm_eps."""
     numerics = context.numerics
     owner = context.weights if layer is None else context.weights.layer(layer)
     if skipped:
-        return (x,)
+        return (numerics.store(x, "norm"),)
+    eps = context.config.rms_norm_eps if eps == "config" else eps
     w = numerics.widen(getattr(owner, weight))
     w = np.ones_like(w) if weighted == 0 else w**weighted
     w = w + 1 if plus_one else w
@@ -38,6 +39,24 @@ def norm(context, x, *, layer, weight, eps=None, weighted=1, plus_one=False, cen
         y = rms_norm(wide, w, usual if eps is None else eps, dtype=numerics.compute, cast_before_weight=early)
         x = numerics.store(y, "norm")
     return (x,)
+
+
+def stream_norm(context, *stream, layer, weight, **mistake):
+    """RMSNorm of the residual stream: of the stored sum, or (`norm_input = "sum"`) of what was added, unrounded."""
+    x = stream[0] if len(stream) == 1 else context.numerics.widen(stream[0]) + context.numerics.widen(stream[1])
+    return norm(context, x, layer=layer, weight=weight, **mistake)
+
+
+def hidden_norm(context, hidden, *, layer, other_side=False, **mistake):
+    """The norm of the main model's state on its way into the MTP layer. `other_side`: of the state on the other side
+    of the final norm, which differs from it by that norm's weight, because a norm takes out any factor."""
+    numerics = context.numerics
+    if other_side and numerics.switches.mtp_hidden == "post_norm":
+        w = numerics.widen(context.weights.norm)
+        hidden = np.divide(numerics.widen(hidden), w, out=np.zeros(hidden.shape, w.dtype), where=w != 0)
+    elif other_side:
+        (hidden,) = norm(context, hidden, layer=None, weight="norm")
+    return norm(context, hidden, layer=layer, weight="hnorm", **mistake)
 
 
 def add(context, a, b, *, point, first=1.0, second=1.0):

@@ -14,7 +14,7 @@ import numpy as np
 
 from refmodel.golden import ffn_operators as ffn
 from refmodel.golden import mla_operators as mla
-from refmodel.golden.norm_operators import add, embed, logits, mtp_join, norm
+from refmodel.golden.norm_operators import add, embed, hidden_norm, logits, mtp_join, norm, stream_norm
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,17 @@ class Operator(NamedTuple):
     run: Callable
 
 
-def _attention(config, L: int, hidden: str) -> list[Operator]:
+def _attention(config, L: int, hidden: str, stream: tuple[str, ...], summed: bool) -> list[Operator]:
     p, c = f"layers.{L}.attn_proj.", f"layers.{L}.attn_core."
     query = [p + "q_a", p + "q_a_norm"] if config.q_lora_rank is not None else [p + "norm"]
-    ops = [Operator("input_norm", L, (hidden,), (p + "norm",), partial(norm, layer=L, weight="input_norm"))]
+    ops = [Operator("input_norm", L, stream, (p + "norm",), partial(stream_norm, layer=L, weight="input_norm"))]
     if config.q_lora_rank is not None:
         ops += [
             Operator("q_a", L, (p + "norm",), (p + "q_a",), partial(mla.down, layer=L, part="q")),
             Operator("q_a_norm", L, (p + "q_a",), (p + "q_a_norm",), partial(norm, layer=L, weight="q_a_norm")),
         ]
     core = (p + "q", p + "kv_latent", p + "k_pe")
+    after = (hidden, c + "out") if summed else (c + "residual",)
     return [
         *ops,
         Operator("q", L, (query[-1],), (p + "q",), partial(mla.query, layer=L)),
@@ -99,7 +100,7 @@ def _attention(config, L: int, hidden: str) -> list[Operator]:
         Operator("attention", L, core, (c + "heads", c + "lse"), partial(mla.attention, layer=L)),
         Operator("o", L, (c + "heads",), (c + "out",), partial(mla.output, layer=L)),
         Operator("attention_residual", L, (hidden, c + "out"), (c + "residual",), partial(add, point="residual")),
-        Operator("post_norm", L, (c + "residual",), (c + "norm",), partial(norm, layer=L, weight="post_norm")),
+        Operator("post_norm", L, after, (c + "norm",), partial(stream_norm, layer=L, weight="post_norm")),
     ]
 
 
@@ -117,7 +118,7 @@ def _moe(config, numerics, L: int) -> list[Operator]:
     router, x = c + "router.", c + "norm"
     idx, weights = router + "topk_idx", router + "topk_weights"
     selected = (idx, weights, router + "margin")
-    moe, residual = f"layers.{L}.merge.moe", f"layers.{L}.merge.residual"
+    moe = f"layers.{L}.merge.moe"
     routed, shared = f"layers.{L}.combine_recv.routed", f"layers.{L}.shared.out"
     ops = [
         Operator("router_logits", L, (x,), (router + "logits",), partial(ffn.router_logits, layer=L)),
@@ -137,34 +138,36 @@ def _moe(config, numerics, L: int) -> list[Operator]:
     if config.n_shared_experts:
         ops += _mlp(L, "shared", x, "shared")
         parts = (routed, shared)
-    merge = partial(add, point="moe_output") if len(parts) == 2 else ffn.routed_alone
-    ops.append(Operator("merge", L, parts, (moe,), merge))
-    ops.append(Operator("ffn_residual", L, (c + "residual", moe), (residual,), partial(add, point="residual")))
+    ops.append(Operator("merge", L, parts, (moe,), ffn.merge))
     return ops
 
 
-def _layer(config, numerics, L: int, hidden: str) -> tuple[list[Operator], str]:
-    """Operators of one layer, and the name of the state that leaves it."""
-    ops = _attention(config, L, hidden)
+def _layer(config, numerics, L: int, hidden: str, stream: tuple[str, ...]) -> tuple[list[Operator], str, tuple]:
+    """Operators of one layer, the name of the state that leaves it, and what the next norm of that state reads."""
+    summed = numerics.switches.norm_input == "sum"
+    ops, c = _attention(config, L, hidden, stream, summed), f"layers.{L}.attn_core."
     if config.is_moe_layer(L):
-        return ops + _moe(config, numerics, L), f"layers.{L}.merge.residual"
-    c, residual = f"layers.{L}.attn_core.", f"layers.{L}.mlp.residual"
-    ops += _mlp(L, "mlp", c + "norm", "mlp")
-    inputs = (c + "residual", f"layers.{L}.mlp.out")
-    return [*ops, Operator("ffn_residual", L, inputs, (residual,), partial(add, point="residual"))], residual
+        ops += _moe(config, numerics, L)
+        residual, branch = f"layers.{L}.merge.residual", f"layers.{L}.merge.moe"
+    else:
+        residual, branch = f"layers.{L}.mlp.residual", f"layers.{L}.mlp.out"
+        ops += _mlp(L, "mlp", c + "norm", "mlp")
+    inputs = (c + "residual", branch)
+    ops.append(Operator("ffn_residual", L, inputs, (residual,), partial(add, point="residual")))
+    return ops, residual, inputs if summed else (residual,)
 
 
 def operators(model) -> list[Operator]:
     """The main model's operators in execution order."""
     config = model.config
     ops = [Operator("embed", None, (), ("embed.hidden",), embed)]
-    hidden = "embed.hidden"
+    hidden, stream = "embed.hidden", ("embed.hidden",)
     for L in range(config.num_hidden_layers):
-        more, hidden = _layer(config, model.numerics, L, hidden)
+        more, hidden, stream = _layer(config, model.numerics, L, hidden, stream)
         ops += more
     return [
         *ops,
-        Operator("final_norm", None, (hidden,), ("final.norm",), partial(norm, layer=None, weight="norm")),
+        Operator("final_norm", None, stream, ("final.norm",), partial(stream_norm, layer=None, weight="norm")),
         Operator("logits", None, ("final.norm",), ("final.logits",), logits),
     ]
 
@@ -182,10 +185,10 @@ def mtp_operators(model) -> list[Operator]:
     main = "final.norm" if model.numerics.switches.mtp_hidden == "post_norm" else main_state(config)
     ops = [
         Operator("enorm", L, (), (p + "enorm",), partial(mtp_join, layer=L, part="enorm")),
-        Operator("hnorm", L, (main,), (p + "hnorm",), partial(norm, layer=L, weight="hnorm")),
+        Operator("hnorm", L, (main,), (p + "hnorm",), partial(hidden_norm, layer=L)),
         Operator("eh_proj", L, (p + "enorm", p + "hnorm"), (p + "hidden",), partial(mtp_join, layer=L, part="eh_proj")),
     ]
-    more, hidden = _layer(config, model.numerics, L, p + "hidden")
+    more, hidden, _ = _layer(config, model.numerics, L, p + "hidden", (p + "hidden",))
     f = f"layers.{L}.final."
     return [
         *ops,

@@ -14,6 +14,7 @@ from refmodel.golden.operators import Context, mtp_operators, operators
 from refmodel.golden.replay import Replay
 from refmodel.presets import EXAMPLE
 from refmodel.random_weights import RandomTensors
+from refmodel.switches import ENGINES
 
 NUMERICS = ("float64", "float32", "bfloat16", "fp8")
 IDS = np.frombuffer(b"one two three four five six seven", np.uint8).astype(np.int64)
@@ -28,7 +29,15 @@ def recorded(model, ids=IDS):
 # the two decompositions of one model, by stages and by tensors, are held to each other
 @pytest.mark.parametrize("numerics", NUMERICS)
 def test_every_operator_makes_the_recorded_bits(numerics):
-    model = Model.from_pretrained(EXAMPLE, numerics=numerics)
+    check_operators(Model.from_pretrained(EXAMPLE, numerics=numerics))
+
+
+@pytest.mark.parametrize("like", ENGINES)
+def test_every_operator_takes_the_sides_of_an_engine(like):
+    check_operators(Model.from_pretrained(EXAMPLE, numerics="bfloat16", like=like))
+
+
+def check_operators(model):
     tensors = recorded(model)
     context = Context(model, IDS, (len(IDS),))
     made = {}
@@ -40,14 +49,16 @@ def test_every_operator_makes_the_recorded_bits(numerics):
         assert made[name].tobytes() == array.tobytes(), name
 
 
-def test_mtp_operators_make_the_recorded_bits():
-    model = Model.from_pretrained(EXAMPLE, numerics="bfloat16")
+@pytest.mark.parametrize("like", [None, "vllm"])
+def test_mtp_operators_make_the_recorded_bits(like):
+    model = Model.from_pretrained(EXAMPLE, numerics="bfloat16", like=like)
     main = recorded(model)
     shifted = np.roll(IDS, -1)
     with record() as tensors:
         model.mtp_logits(shifted, main["final.norm"])
     tensors = main | {name: tensors[name] for name in tensors}
-    context = Context(model, shifted, (len(IDS),), position_shift=1)
+    shift = model.numerics.switches.mtp_position_shift
+    context = Context(model, shifted, (len(IDS),), position_shift=shift)
     for op in mtp_operators(model):
         for name, array in zip(op.outputs, op.run(context, *(tensors[name] for name in op.inputs))):
             assert array.tobytes() == tensors[name].tobytes(), name

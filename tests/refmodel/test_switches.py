@@ -26,6 +26,7 @@ def run(switches, numerics="bfloat16"):
 OTHER = {
     "inner_norm_eps": None,
     "norm_order": "cast_then_multiply",
+    "norm_input": "sum",
     "rope_dtype": "activation",
     "k_pe_order": "half_split",
     "router_dtype": "activation",
@@ -37,6 +38,7 @@ OTHER = {
 FIRST = {  # the first tensor that each one touches
     "inner_norm_eps": "layers.0.attn_proj.q_a_norm",
     "norm_order": "layers.0.attn_proj.norm",
+    "norm_input": "layers.0.attn_core.norm",
     "rope_dtype": "layers.0.attn_proj.q",
     "k_pe_order": "layers.0.attn_proj.q",
     "router_dtype": "layers.1.attn_core.router.logits",
@@ -54,7 +56,10 @@ def test_a_switch_first_changes_its_own_tensor(name):
     assert different[0] == FIRST[name]
 
 
-@pytest.mark.parametrize("name", ["norm_order", "rope_dtype", "k_pe_order", "routed_scale_on", "router_dtype"])
+ROUNDINGS = ["norm_order", "norm_input", "rope_dtype", "k_pe_order", "routed_scale_on", "router_dtype"]
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
 def test_orders_of_rounding_and_storage_vanish_in_float64(name):
     default, changed = run(Switches(), "float64"), run(Switches(**{name: OTHER[name]}), "float64")
     np.testing.assert_allclose(changed["final.logits"], default["final.logits"], rtol=1e-11, atol=1e-11)
