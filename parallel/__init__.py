@@ -9,6 +9,7 @@ _HOMES = {
         "DispatchLayout",
         "Volumes",
         "count_volumes",
+        "elastic_combine",
         "elastic_dispatch",
         "elastic_expand",
         "elastic_reduce",

@@ -2,6 +2,7 @@
 
 from parallel.dispatch.compare_rows import SourceRows, expanded_rows, low_latency_rows, row_differences
 from parallel.dispatch.deepep_elastic import elastic_dispatch, elastic_expand
+from parallel.dispatch.deepep_elastic_combine import elastic_combine
 from parallel.dispatch.deepep_low_latency import (
     get_next_low_latency_combine_buffer,
     low_latency_combine,
@@ -28,6 +29,7 @@ __all__ = [
     "Volumes",
     "count_volumes",
     "deepep_limits",
+    "elastic_combine",
     "elastic_dispatch",
     "elastic_expand",
     "elastic_reduce",

@@ -8,7 +8,17 @@ import numpy as np
 
 from parallel.dispatch.elastic_rows import check_capacity, last_slot, metadata_arrays, return_padding
 from parallel.dispatch.exchange import Exchange, Pairs
-from parallel.dispatch.layout import localize, node_mask, order_by, selected_units, send_order, shuffled_blocks
+from parallel.dispatch.layout import (
+    localize,
+    node_mask,
+    node_peers,
+    order_by,
+    rail,
+    selected_units,
+    send_order,
+    shuffled_blocks,
+    spread,
+)
 from parallel.dispatch.local_pairs import LocalPairs
 from parallel.dispatch.payload import join_payload, payload_arrays, take_rows
 from parallel.dispatch.rounding_tree import ordered_sum
@@ -27,10 +37,8 @@ class ElasticHybridExchange(Exchange):
         topology = self.topology
         self.stride = num_max_tokens_per_rank or (2**31 - 1) // topology.num_ranks
         self.node, self._width = topology.node(self.rank), topology.ranks_per_node
-        index = topology.local_index(self.rank)
-        rails = tuple(node * self._width + index for node in range(topology.num_nodes))
-        self._others = tuple(rank for rank in rails if rank != self.rank)
-        self._peers = tuple(range(self.node * self._width, (self.node + 1) * self._width))
+        self._others = tuple(rank for rank in rail(topology, self.rank) if rank != self.rank)
+        self._peers = node_peers(topology, self.rank)
         self._not_rails = tuple(rank for rank in range(topology.num_ranks) if rank not in self._others)
 
     def dispatch_send(self, x, topk_idx, topk_weights):
@@ -66,7 +74,7 @@ class ElasticHybridExchange(Exchange):
         classes = {"topk_idx": "routing", "topk_weights": "routing", "linked_list": "routing", "scale": "scales"}
         classes |= {"src_token_global_idx": "header", "padding": "padding"}
         taken = {name: (array[self._forwarded], classes.get(name, "payload")) for name, array in arrays.items()}
-        splits = self._spread(self._peers, per_peer)
+        splits = spread(self._peers, per_peer, self.topology.num_ranks)
         self.network.send_rows(self.rank, taken, splits, self._tag("dispatch_forward"), destinations=self._peers)
 
     def dispatch_recv(self):
@@ -92,7 +100,7 @@ class ElasticHybridExchange(Exchange):
         width = np.arange(self._width)
         owner = np.concatenate([np.repeat(width, self._direct), np.repeat(width, self._through)])
         arrays = {"x": (partial[order_by(owner, self._width)], "payload")}  # to each peer: its own tokens' rows first
-        splits = self._spread(self._peers, self._direct + self._through)
+        splits = spread(self._peers, self._direct + self._through, self.topology.num_ranks)
         self.network.send_rows(self.rank, arrays, splits, self._tag("combine_send"), destinations=self._peers)
 
     def combine_forward(self):
@@ -104,7 +112,7 @@ class ElasticHybridExchange(Exchange):
         self._own = self._sum(rows[is_own], self._own_token, own_slot, len(self._topk_idx))
         partial = self._sum(rows[~is_own], self._forwarded, self._forwarded_slot, int(self._from_nodes.sum()))
         padding, lengths = return_padding(np.ones(len(partial), bool), self._topk_idx.shape[1])
-        splits = self._spread(self._others, self._from_nodes)
+        splits = spread(self._others, self._from_nodes, self.topology.num_ranks)
         tag = self._tag("combine_forward")
         arrays = {"x": (partial, "payload"), **padding}
         self.network.send_rows(self.rank, arrays, splits, tag, destinations=self._others, lengths=lengths)
@@ -135,9 +143,3 @@ class ElasticHybridExchange(Exchange):
         top_k = self._topk_idx.shape[1]
         order = order_by(token * top_k + slot, num_tokens * top_k)
         return ordered_sum(rows, order, np.bincount(token, minlength=num_tokens))
-
-    def _spread(self, ranks, counts) -> np.ndarray:
-        """int64 [R]: the counts at their ranks, 0 elsewhere."""
-        splits = np.zeros(self.topology.num_ranks, np.int64)
-        splits[list(ranks)] = counts
-        return splits

@@ -79,6 +79,24 @@ def send_order(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return unit, token, np.bincount(unit, minlength=mask.shape[1])
 
 
+def node_peers(topology: Topology, rank: int) -> tuple[int, ...]:
+    """The ranks of a rank's node, itself included."""
+    first = int(topology.node(rank)) * topology.ranks_per_node
+    return tuple(range(first, first + topology.ranks_per_node))
+
+
+def rail(topology: Topology, rank: int) -> tuple[int, ...]:
+    """The ranks of the same GPU index, one on each node, itself included."""
+    return tuple(range(int(topology.local_index(rank)), topology.num_ranks, topology.ranks_per_node))
+
+
+def spread(ranks: tuple[int, ...], counts: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64 [R]: the counts at their ranks, 0 elsewhere."""
+    splits = np.zeros(num_ranks, np.int64)
+    splits[list(ranks)] = counts
+    return splits
+
+
 def localize(topk_idx: np.ndarray, first_expert, num_local: int) -> np.ndarray:
     """Ids [n, K] relative to `first_expert` (a number or [n, 1]); -1 where the expert is not among the `num_local`."""
     local = topk_idx - first_expert

@@ -5,7 +5,7 @@ Every function takes lists with one entry per rank; what a rank receives stands 
 
 import numpy as np
 
-from parallel.dispatch.layout import localize, node_mask, order_by, send_order
+from parallel.dispatch.layout import localize, node_mask, node_peers, order_by, rail, send_order, spread
 from parallel.dispatch.payload import array_row_bytes, padding_array, payload_arrays, take_rows
 from parallel.dispatch.rank_rows import sum_by_token
 from parallel.dispatch.reduce import bias_sum
@@ -57,26 +57,26 @@ def _send_to_nodes(network: Network, tag: Tag, rank: int, x, mask, routing, num_
         arrays["topk_weights"] = (routing[1][token], "routing")
         control = _node_words(topology, rank, routing[0], mask, num_experts)
     arrays |= padding_array(int(per_node.sum()), array_row_bytes(arrays), ROW_ALIGNMENT)
-    rails = _rails(topology, rank)
+    rails = rail(topology, rank)
     others = tuple(other for other in rails if other != rank)
-    splits = _spread(topology, rails, per_node)
+    splits = spread(rails, per_node, topology.num_ranks)
     network.send_rows(rank, arrays, splits, tag, destinations=rails, control=control, control_to=others)
 
 
 def _pass_on(network: Network, first: Tag, second: Tag, rank: int, in_rank, with_routing: bool, num_experts) -> None:
     """Forward what came in for the node, one row for each rank of it that needs the token."""
     topology = network.topology
-    received = network.receive(rank, first, _rails(topology, rank)).arrays
+    received = network.receive(rank, first, rail(topology, rank)).arrays
     node, width = int(topology.node(rank)), topology.ranks_per_node
     masks = []
-    for source in _rails(topology, rank):
+    for source in rail(topology, rank):
         mine = in_rank[source][:, node * width : (node + 1) * width]
         masks.append(mine[mine.any(axis=1)])
     _, row, per_peer = send_order(np.concatenate(masks))
     arrays = {name: (array[row], _CLASSES.get(name, "payload")) for name, array in received.items()}
     control = _peer_words(topology, node, masks, received["topk_idx"], num_experts) if with_routing else None
-    peers = _peers(topology, rank)
-    splits = _spread(topology, peers, per_peer)
+    peers = node_peers(topology, rank)
+    splits = spread(peers, per_peer, topology.num_ranks)
     network.send_rows(rank, arrays, splits, second, destinations=peers, control=control)
 
 
@@ -84,7 +84,7 @@ def _by_source(network: Network, tag: Tag, rank: int, in_rank) -> dict:
     """What a rank received, put in the order of (source rank, token)."""
     topology = network.topology
     nodes, width = topology.num_nodes, topology.ranks_per_node
-    received = network.receive(rank, tag, _peers(topology, rank)).arrays  # by (GPU index, node, token)
+    received = network.receive(rank, tag, node_peers(topology, rank)).arrays  # by (GPU index, node, token)
     counts = np.array([[in_rank[n * width + i][:, rank].sum() for n in range(nodes)] for i in range(width)])
     source = np.arange(nodes)[None, :] * width + np.arange(width)[:, None]
     order = order_by(np.repeat(source.reshape(-1), counts.reshape(-1)), topology.num_ranks)
@@ -119,10 +119,10 @@ def combine_internode(network: Network, x, handles, topk_weights, bias) -> list[
         arrays = _back(x[rank], None if topk_weights is None else topk_weights[rank], len(order), order)
         arrays["header"] = (handle.recv_src_meta[order], "header")
         arrays |= padding_array(len(order), array_row_bytes(arrays), ROW_ALIGNMENT)
-        splits = _spread(topology, _peers(topology, rank), per_source.reshape(nodes, width).sum(axis=0))
-        network.send_rows(rank, arrays, splits, first, destinations=_peers(topology, rank))
+        splits = spread(node_peers(topology, rank), per_source.reshape(nodes, width).sum(axis=0), topology.num_ranks)
+        network.send_rows(rank, arrays, splits, first, destinations=node_peers(topology, rank))
     for rank, handle in enumerate(handles):
-        received = network.receive(rank, first, _peers(topology, rank)).arrays
+        received = network.receive(rank, first, node_peers(topology, rank)).arrays
         _, row, _ = send_order(handle.send_nvl_head >= 0)
         rows, weights = _summed(received, row, len(handle.send_nvl_head), None)
         arrays = {"x": (rows, "payload")}
@@ -132,12 +132,12 @@ def combine_internode(network: Network, x, handles, topk_weights, bias) -> list[
         meta[row] = received["header"]
         arrays["header"] = (meta, "header")
         arrays |= padding_array(len(rows), array_row_bytes(arrays), ROW_ALIGNMENT)
-        rails = _rails(topology, rank)
-        splits = _spread(topology, rails, np.diff(handle.recv_rdma_rank_prefix_sum, prepend=0))
+        rails = rail(topology, rank)
+        splits = spread(rails, np.diff(handle.recv_rdma_rank_prefix_sum, prepend=0), topology.num_ranks)
         network.send_rows(rank, arrays, splits, second, destinations=rails)
     results = []
     for rank, handle in enumerate(handles):
-        arrays = network.receive(rank, second, _rails(topology, rank)).arrays
+        arrays = network.receive(rank, second, rail(topology, rank)).arrays
         token = send_order(handle.send_rdma_head >= 0)[1]
         results.append(_summed(arrays, token, len(handle.send_rdma_head), None if bias is None else bias[rank]))
     return results
@@ -198,20 +198,3 @@ def _peer_words(topology, node, masks, topk_idx, num_experts) -> np.ndarray:
     rows = np.stack([mask.sum(axis=0) for mask in masks], axis=1)  # [rank of the node, source node]
     slots = _slots(localize(topk_idx, node * here, here), here).reshape(width, -1)
     return np.concatenate([rows, slots], axis=1).astype(np.int32)
-
-
-def _rails(topology, rank) -> tuple[int, ...]:
-    """The ranks of the same GPU index, one on each node."""
-    return tuple(range(topology.local_index(rank), topology.num_ranks, topology.ranks_per_node))
-
-
-def _peers(topology, rank) -> tuple[int, ...]:
-    """The ranks of the same node."""
-    first = topology.node(rank) * topology.ranks_per_node
-    return tuple(range(first, first + topology.ranks_per_node))
-
-
-def _spread(topology, ranks, counts) -> np.ndarray:
-    splits = np.zeros(topology.num_ranks, np.int64)
-    splits[list(ranks)] = counts
-    return splits

@@ -9,7 +9,16 @@ Source: DeepEP csrc/kernels/legacy/internode.cu.
 import numpy as np
 
 from parallel.dispatch.exchange import Exchange, Pairs
-from parallel.dispatch.layout import localize, node_mask, order_by, selected_units, send_order
+from parallel.dispatch.layout import (
+    localize,
+    node_mask,
+    node_peers,
+    order_by,
+    rail,
+    selected_units,
+    send_order,
+    spread,
+)
 from parallel.dispatch.local_pairs import LocalPairs
 from parallel.dispatch.payload import array_row_bytes, join_payload, padding_array, payload_arrays, take_rows
 from parallel.dispatch.rank_rows import sum_by_token
@@ -26,8 +35,8 @@ class NormalInternodeExchange(Exchange):
         topology = self.topology
         self.node, self.index = topology.node(self.rank), topology.local_index(self.rank)
         self._nodes, self._width = topology.num_nodes, topology.ranks_per_node
-        self._rails = tuple(node * self._width + self.index for node in range(self._nodes))
-        self._peers = tuple(range(self.node * self._width, (self.node + 1) * self._width))
+        self._rails = rail(topology, self.rank)
+        self._peers = node_peers(topology, self.rank)
 
     def dispatch_send(self, x, topk_idx, topk_weights):
         topk_idx, topk_weights = self._checked(x, topk_idx, topk_weights)
@@ -45,7 +54,7 @@ class NormalInternodeExchange(Exchange):
         self.network.send_rows(
             self.rank,
             arrays,
-            self._spread(self._rails, per_node),
+            spread(self._rails, per_node, self.topology.num_ranks),
             self._tag("dispatch_send"),
             destinations=self._rails,
             control=self._node_notification(topk_idx, in_rank, per_node),
@@ -71,7 +80,7 @@ class NormalInternodeExchange(Exchange):
         self.network.send_rows(
             self.rank,
             taken,
-            self._spread(self._peers, per_peer),
+            spread(self._peers, per_peer, self.topology.num_ranks),
             self._tag("dispatch_forward"),
             destinations=self._peers,
             control=control,
@@ -135,11 +144,5 @@ class NormalInternodeExchange(Exchange):
     def _send_back(self, stage, rows, meta, ranks, counts) -> None:
         arrays = {"x": (rows, "payload"), "header": (meta, "header")}
         arrays |= padding_array(len(rows), array_row_bytes(arrays), ALIGNMENT)
-        splits = self._spread(ranks, counts)
+        splits = spread(ranks, counts, self.topology.num_ranks)
         self.network.send_rows(self.rank, arrays, splits, self._tag(stage), destinations=ranks)
-
-    def _spread(self, ranks, counts) -> np.ndarray:
-        """int64 [R]: the counts at their ranks, 0 elsewhere."""
-        splits = np.zeros(self.topology.num_ranks, np.int64)
-        splits[list(ranks)] = counts
-        return splits
