@@ -31,7 +31,7 @@ def swiglu(gate, up, *, dtype=np.float64):
     """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I]."""
     gate, up = np.asarray(gate), np.asarray(up)
     out = np.empty(gate.shape, np.dtype(dtype))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # an exponential that overflows gives the 0 that it should
         for part in _slabs(gate):
             g, o = widen(gate[part], out.dtype), out[part]
             np.negative(g, out=o)

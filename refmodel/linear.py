@@ -1,12 +1,13 @@
 """The one matrix product over token rows: a row's bits do not depend on the rows beside it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
-from refmodel.rowcounts import row_counts
+from refmodel.rowcounts import RowCounts, row_counts
 
 #: output columns are padded with zeros to a multiple of this when weights are loaded
 COLUMN_MULTIPLE = 16
@@ -18,6 +19,11 @@ class DenseWeight:
 
     matrix: np.ndarray
     out_features: int
+
+    @cached_property
+    def counts(self) -> RowCounts:
+        """How many rows at a time this weight may be multiplied with."""
+        return row_counts(self.matrix)
 
     @classmethod
     def from_rows(cls, weight: np.ndarray) -> "DenseWeight":
@@ -83,36 +89,30 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
     K = weight.matrix.shape[0]
     if x.ndim != 2 or x.shape[1] != K or x.dtype != weight.matrix.dtype:
         raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {weight.matrix.dtype} weight of {K} inputs")
-    return matmul_rows(x, weight.matrix)[:, : weight.out_features]
+    product = matmul_rows(x, weight.matrix, weight.counts)
+    return product if product.shape[1] == weight.out_features else product[:, : weight.out_features]
 
 
-def matmul_rows(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = None) -> np.ndarray:
     """x [..., T, K] @ matrix [..., K, N], with only the row counts that keep rows independent of each other.
 
     Leading axes (heads, key blocks) are separate products of one shape and broadcast as in np.matmul.
     `matrix` is C-contiguous in its last two axes, or a transposed view of such.
     """
+    counts = row_counts(matrix) if counts is None else counts
     T = x.shape[-2]
-    runs = row_counts(matrix).plan(T)
+    runs = counts.plan(T)
     if len(runs) == 1 and runs[0][1:] == (T, 1):
-        return np.matmul(x, matrix)
+        return counts.multiply(x, matrix)
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, T, matrix.shape[-1]), x.dtype)
     for start, count, calls in runs:
-        stop = min(start + count * calls, T)
-        rows = x[..., start:stop, :]
-        whole = stop - start == count * calls
-        if not whole:  # the last call reaches past the end: zero rows
-            padded = np.zeros((*x.shape[:-2], count * calls, x.shape[-1]), x.dtype)
-            padded[..., : stop - start, :] = rows
-            rows = padded
-        if calls > 1:  # [..., calls, count, K]
-            rows, factor = rows.reshape(*x.shape[:-2], calls, count, x.shape[-1]), matrix[..., None, :, :]
-        else:
-            factor = matrix
-        if whole and not lead:
-            np.matmul(rows, factor, out=out[start:stop].reshape(*rows.shape[:-1], -1))
-        else:
-            product = np.matmul(rows, factor).reshape(*lead, calls * count, -1)
-            out[..., start:stop, :] = product[..., : stop - start, :]
+        for first in range(start, start + count * calls, count):
+            rows = x[..., first : first + count, :]
+            if first + count > T:  # reaches past the end: zero rows
+                padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
+                padded[..., : T - first, :] = rows
+                out[..., first:, :] = counts.multiply(padded, matrix)[..., : T - first, :]
+            else:
+                counts.multiply(rows, matrix, out=out[..., first : first + count, :])
     return out

@@ -55,6 +55,10 @@ class Numerics:
     recipe: str = "deepseek_v3"
     scale_format: str = "float32"
     switches: Switches = field(default_factory=Switches)
+    #: dtype of the residual stream and of every `activation` rounding point
+    activation: np.dtype = field(init=False, repr=False, compare=False)
+    #: dtype of every `wide` rounding point
+    wide: np.dtype = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if self.name not in PRESETS:
@@ -66,15 +70,12 @@ class Numerics:
         if self.name == "float64" and compute != float64:
             raise ValueError("numerics float64 with compute float32: float64 results need float64 arithmetic")
 
-    @property
-    def activation(self) -> np.dtype:
-        """Dtype of the residual stream and of every `activation` rounding point."""
-        return {"float64": float64, "float32": float32}.get(self.name, bfloat16)
-
-    @property
-    def wide(self) -> np.dtype:
-        """Dtype of every `wide` rounding point."""
-        return float64 if self.name == "float64" else float32
+        activation = {"float64": float64, "float32": float32}.get(self.name, bfloat16)
+        wide = float64 if self.name == "float64" else float32
+        dtypes = {point: {"activation": activation, "wide": wide}[kind] for point, kind in ROUNDING_POINTS.items()}
+        object.__setattr__(self, "activation", activation)
+        object.__setattr__(self, "wide", wide)
+        object.__setattr__(self, "_dtypes", dtypes)
 
     @property
     def fp8(self) -> bool:
@@ -83,7 +84,7 @@ class Numerics:
 
     def store(self, x: np.ndarray, point: str) -> np.ndarray:
         """Round `x` once to the dtype of the named rounding point."""
-        return round_to(x, getattr(self, ROUNDING_POINTS[point]))
+        return round_to(x, self._dtypes[point])
 
     def widen(self, x: np.ndarray) -> np.ndarray:
         """`x` in the compute dtype, exactly."""

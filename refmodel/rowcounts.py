@@ -9,23 +9,54 @@ import numpy as np
 
 ANCHOR = 8
 CANDIDATES = (1, 2, 4, 16, 32, 64, 128, 256, 512)
+K_STEP = 256
 _ASCENDING = sorted((ANCHOR, *CANDIDATES))
 _PROBE_ROWS = 32
 # Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
 _OWN_MATRIX = 1 << 22
+# Weights up to this size meet the kernel for small products with few rows (it takes up to 10^6 multiply-adds).
+_SMALL = 1 << 19
 
 
 class RowCounts:
-    """Allowed row counts for one (K, N, dtype, layout); each candidate is probed when it is first wanted."""
+    """How to multiply by one (K, N, dtype, layout): allowed row counts, each probed when it is first wanted.
+
+    `k_step`: K is cut into steps of this, whose products are added in ascending order; None: K at once. OpenBLAS has a
+    kernel of its own for small products, which adds K in one go where the large one stops every few hundred: with
+    steps below that both give the same bits, and few rows need no padding. It is used where the probe says it helps.
+    """
 
     def __init__(self, matrix: np.ndarray):
         self._matrix = matrix if matrix.size > _OWN_MATRIX else _like(matrix)
         self._rows = _probe_rows(matrix.shape[0], matrix.dtype)  # [32, K]
-        self._expected = _in_chunks(self._rows, self._matrix, ANCHOR)  # [32, N]
         self._plans: dict = {}
+        self._choose(None)
+        few = self.anchored and matrix.shape[0] > K_STEP and matrix.size <= _SMALL
+        if few and not (self.allowed(2) and self.allowed(4)):
+            self._choose(K_STEP)
+            if not (self.anchored and self.allowed(2) and self.allowed(4)):
+                self._choose(None)
+
+    def _choose(self, k_step):
+        self.k_step = k_step
+        self._expected = self._in_calls(self._rows, ANCHOR)  # [32, N]
         self._allowed = {ANCHOR: self._holds(ANCHOR)}
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
         self.anchored = self._allowed[ANCHOR]
+
+    def multiply(self, rows, matrix, out=None) -> np.ndarray:
+        """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
+        if self.k_step is None:
+            return np.matmul(rows, matrix, out=out)
+        first = slice(0, self.k_step)
+        out = np.matmul(rows[..., first], matrix[..., first, :], out=out)
+        for start in range(self.k_step, matrix.shape[-2], self.k_step):
+            step = slice(start, start + self.k_step)
+            out += np.matmul(rows[..., step], matrix[..., step, :])
+        return out
+
+    def _in_calls(self, rows, count):
+        return self.multiply(rows.reshape(-1, count, rows.shape[1]), self._matrix).reshape(len(rows), -1)
 
     def allowed(self, count: int) -> bool:
         """Whether `count` rows at once give each row the anchor's bits."""
@@ -44,7 +75,7 @@ class RowCounts:
         shifts = range(count) if count <= ANCHOR else (0, 1, 6, 11) if count <= _PROBE_ROWS else (0, 5)
         for shift in shifts:
             turned = np.ascontiguousarray(np.roll(rows, shift, axis=0))
-            if not np.array_equal(_in_chunks(turned, self._matrix, count), np.roll(expected, shift, axis=0)):
+            if not np.array_equal(self._in_calls(turned, count), np.roll(expected, shift, axis=0)):
                 return False
         return True
 
@@ -86,10 +117,6 @@ def _probe_rows(K, dtype):
     rng = np.random.default_rng(54321)
     rows = rng.standard_normal((_PROBE_ROWS, K)) * np.exp2(rng.integers(-12, 13, (_PROBE_ROWS, K)))
     return rows.astype(dtype)
-
-
-def _in_chunks(rows, matrix, count):
-    return np.matmul(rows.reshape(-1, count, rows.shape[1]), matrix).reshape(len(rows), -1)
 
 
 _KNOWN: dict = {}  # a fact about the BLAS of this process, found once
