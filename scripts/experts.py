@@ -1,7 +1,8 @@
 """Plan redundant experts from a load table: loads before and after, duplicates, and the bytes that move.
 
 Loads come from a file (.npy, .npz, .safetensors or .csv [layers, experts]; SGLang's expert-distribution records,
-.pt), from recorded routing (--routing, as in refmodel volumes), or, without either, from the model's own run.
+.pt), from recorded routing (--routing, as in refmodel volumes), or, without either, from the model's own run, the MTP
+layer last.
 "Before" is a placement without knowledge of loads (physical expert i is logical i mod E), or the plan in --current.
 
 Example: refmodel experts loads.npy --ranks 32 --redundant 32 --groups 8 --policy balanced --out out/plan.npz
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     before = _current(args, layers, experts)
     content = {
         "layers": layers,
+        "mtp_layers": sizes["mtp_layers"],
         "experts": experts,
         "redundant": args.redundant,
         "ranks": args.ranks,
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loads(args) -> tuple[np.ndarray, dict]:
-    """(loads [L, E], sizes of groups and experts)."""
-    sizes = {"groups": 8, "hidden": 7168, "intermediate": 2048}
+    """(loads [L, E], sizes of groups and experts, and how many of the last layers are MTP layers)."""
+    sizes = {"mtp_layers": 0, "groups": 8, "hidden": 7168, "intermediate": 2048}
     if args.loads and args.routing:
         raise ValueError("give a load table or --routing, not both")
     if args.loads:
@@ -100,14 +102,15 @@ def _loads(args) -> tuple[np.ndarray, dict]:
         recorded = load_routing(args.routing, *arguments)
         loads = _counted(recorded, args.experts)
     else:
-        config, layers = model_routing(args)
+        config, layers, num_mtp = model_routing(args)
         sizes = {
+            "mtp_layers": num_mtp,
             "groups": config.n_group or 1,
             "hidden": config.hidden_size,
             "intermediate": config.moe_intermediate_size,
         }
         loads = np.stack([expert_loads(np.concatenate(requests), config.n_routed_experts) for requests in layers])
-    given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    given = {name: value for name in sizes if (value := getattr(args, name, None)) is not None}
     return loads, sizes | given
 
 
@@ -167,7 +170,8 @@ def _print(content: dict) -> None:
     out = console()
     out.print(
         f"{content['experts']} experts + {content['redundant']} redundant on {content['ranks']} ranks, "
-        f"{content['nodes']} nodes, {content['groups']} groups, {content['layers']} layers",
+        f"{content['nodes']} nodes, {content['groups']} groups, {content['layers']} layers"
+        + (", the last one the MTP layer" if content["mtp_layers"] else ""),
         highlight=False,
     )
     where = {

@@ -70,7 +70,8 @@ def _recorded_layers(recorded: Recorded, workload: Workload, args):
 
 
 def _from_model(args, preset: Workload, chosen: dict) -> Source:
-    config, layers = model_routing(args)
+    config, layers, num_mtp = model_routing(args)
+    notices = ("the last layer is the MTP layer (--no-mtp leaves it out)",) if num_mtp else ()
     sizes = {
         "experts": config.n_routed_experts,
         "top_k": config.num_experts_per_tok,
@@ -83,7 +84,7 @@ def _from_model(args, preset: Workload, chosen: dict) -> Source:
         workload.to_physical(_by_rank(requests, workload.ranks), layer, args.seed)
         for layer, requests in enumerate(layers)
     )
-    return Source(workload, placed, "model")
+    return Source(workload, placed, "model", notices)
 
 
 def _by_rank(requests: list[np.ndarray], ranks: int) -> list[np.ndarray]:
@@ -100,25 +101,36 @@ def add_model_source(parser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="UTF-8 text, for byte-level models; repeat")
     parser.add_argument("--prompt-ids", action="append", metavar="IDS", help="token ids like 17,4,256; repeat")
+    parser.add_argument("--no-mtp", action="store_true", help="without the MTP layer (default: with it, as last layer)")
 
 
 def model_routing(args):
-    """(config, one list per MoE layer of the requests' logical ids [T, K]) of one prefill of each prompt."""
+    """(config, one list per MoE layer of the requests' logical ids [T, K], MTP layers) of one prefill of each prompt.
+
+    The MTP layer, where there is one and `args.no_mtp` does not leave it out, is the last: its experts are others, and
+    so are its tokens' choices (vllm-project/vllm-ascend#8710). Row i reads token i + 1; the last reads the greedy one.
+    """
     from refmodel import record
+    from refmodel.generate import Item
     from scripts.run import open_model, read_prompts
 
     model, path = open_model(args, args.checkpoint)
     prompts, _ = read_prompts(Namespace(prompt=args.prompt, tokens=args.prompt_ids), model, path)
+    num_mtp = 0 if args.no_mtp else min(model.config.num_nextn_predict_layers, 1)
     layers: dict[str, list[np.ndarray]] = {}
-    for ids in prompts:
+    for prompt in prompts:
+        item = Item(0, model.check_ids(prompt), model.new_cache(), 0)
         with record() as recording:
-            model.forward(ids)
+            (step,) = model.step([item], "prefill")
+            if num_mtp:
+                following = np.append(item.token_ids[1:], step.logits[-1].argmax())
+                model.mtp_step([item._replace(token_ids=following, hidden=step.hidden)], "prefill")
         for name in recording:
             if name.endswith("topk_idx"):
                 layers.setdefault(name, []).append(recording[name])
     if not layers:
         raise ValueError(f"{path}: the model has no layer with experts")
-    return model.config, list(layers.values())
+    return model.config, list(layers.values()), num_mtp
 
 
 def current_placement(workload: Workload) -> Placement | None:

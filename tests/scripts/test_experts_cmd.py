@@ -74,11 +74,35 @@ def test_loads_from_recorded_routing(capsys):
     assert content["after"]["max_load"] == [57, 81]
 
 
-def test_loads_from_the_model_s_own_run(capsys):
-    content = json.loads(call(capsys, "--prompt", "int main", "--ranks", 8, "--redundant", 0, "--json"))
-    assert (content["layers"], content["experts"], content["groups"]) == (2, 256, 8)
-    assert content["after"]["mean_load"] == [8.0, 8.0]  # 8 bytes x top-8 over 8 ranks
+def test_loads_from_the_model_s_own_run(tmp_path, capsys):
+    sizes = ["--prompt", "int main", "--ranks", 8, "--redundant", 0]
+    content = json.loads(call(capsys, *sizes, "--json", "--out", tmp_path / "all.npz"))
+    assert (content["layers"], content["mtp_layers"], content["experts"], content["groups"]) == (3, 1, 256, 8)
+    assert content["after"]["mean_load"] == [8.0] * 3  # 8 bytes x top-8 over 8 ranks
     assert content["moved"]["expert_bytes"] == 3 * 256 * 32 + 3 * 4 * 2
+    assert "3 layers, the last one the MTP layer" in call(capsys, *sizes)
+    content = json.loads(call(capsys, *sizes, "--no-mtp", "--json", "--out", tmp_path / "main.npz"))
+    assert (content["layers"], content["mtp_layers"]) == (2, 0)
+    loads = {name: np.load(tmp_path / f"{name}.npz")["loads"] for name in ("all", "main")}
+    np.testing.assert_array_equal(loads["all"][:2], loads["main"])
+    assert (loads["all"][2] != loads["main"]).any(axis=1).all()
+
+
+# vllm-project/vllm-ascend#8710: the MTP layer's experts are placed by a row of their own
+def test_the_plan_of_the_model_s_own_run_places_every_layer_of_a_deployment(tmp_path, capsys):
+    from parallel import Deployment, Topology
+    from parallel.placement import Placement
+    from refmodel import Model
+    from refmodel.checkpoint import EXAMPLE
+
+    sizes = ["--prompt", "int main", "--ranks", 4, "--redundant", 8, "--policy", "balanced"]
+    call(capsys, *sizes, "--out", tmp_path / "plan.npz")
+    model = Model.from_pretrained(EXAMPLE, numerics="float32")
+    rows = np.load(tmp_path / "plan.npz")["phy2log"]
+    plan = {layer: Placement(row, 4) for layer, row in zip(range(1, 4), rows, strict=True)}
+    prompt = np.frombuffer(b"int main", np.uint8)
+    spread = Deployment(model, Topology(4), placement=plan).generate([[prompt], [], [], []], 4, speculative=True)
+    assert spread == [[model.generate(prompt, 4)], [], [], []]
 
 
 @pytest.mark.parametrize(

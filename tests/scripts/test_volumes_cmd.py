@@ -128,9 +128,12 @@ def test_recorder_files_bring_ranks_and_placement(capsys):
 def test_the_model_s_own_routing(capsys):
     content = figures(capsys, "--routing", "model", "--prompt", "int main", "--prompt", "def f", "--ranks", 4)
     assert content["deployment"]["routing"] == "model"
-    assert (content["deployment"]["layers"], content["tokens_per_layer"]) == (2, 13)
+    assert (content["deployment"]["layers"], content["tokens_per_layer"]) == (3, 13)
+    assert "the last layer is the MTP layer" in content["notices"][0]
     assert content["views"]["deepep"]["nvl_recv_bytes"]
-    assert sum(content["rows"]["dispatch"].values()) <= 13 * 2 * 4
+    assert sum(content["rows"]["dispatch"].values()) <= 13 * 3 * 4
+    content = figures(capsys, "--routing", "model", "--prompt", "int main", "--ranks", 4, "--no-mtp")
+    assert (content["deployment"]["layers"], content["notices"]) == (2, [])
 
 
 def test_plots_and_arrays(tmp_path, capsys):
