@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.dispatch.counter_model import Options, at, matrix_of, overhead
+from parallel.dispatch.logfmt import row_bounds
 from parallel.dispatch.measurements import Measurement
 from parallel.dispatch.row_bytes import PAYLOADS
 from parallel.dispatch.volumes import DIRECTIONS, Volumes, volumes_of
@@ -17,6 +18,7 @@ MISSING = {
     "only payload and scales are counted": ("header", "routing", "padding", "control"),
     "only payload is counted": ("scales", "header", "routing", "padding", "control"),
 }
+_LOGFMT = "rows come back as LogFMT-10"
 UNITS = {
     "words of 4 bytes were taken for bytes": 0.25,
     "bytes were taken for words of 4 bytes": 4.0,
@@ -51,6 +53,10 @@ def _mistakes(m: Measurement, total: Volumes, mtu: int) -> Iterator[Mistake]:
             yield Mistake(name, counted + value, counted + value + extra)
     for name, factor in _targets(total):
         yield Mistake(name, counted * factor, (counted + extra) * factor)
+    if total.dispatch == "low_latency" and m.direction != "dispatch" and total.payload in ("fp8", "bf16"):
+        rows = at(total.matrix("combine", unit="rows") * (matrix_of(total, m) > 0), m)
+        low, high = (counted + rows * (size - 2 * total.hidden) for size in row_bounds(total.hidden))
+        yield Mistake(_LOGFMT, low, high + extra)
     for payload in PAYLOADS:
         if payload != total.payload:
             other = volumes_of(total.counts, total.hidden, total.dispatch, payload, total.mode)
@@ -117,6 +123,7 @@ def metric_cause(m: Measurement, volumes: Volumes, low: float, high: float) -> s
         ("scales are left out", (row + header - scales) / (row + header)),
         ("the header is left out", row / (row + header)),
         *_targets(volumes),
+        (_LOGFMT, row_bounds(hidden)[0] / row if m.quantity == "num_combine_comm_bytes" else 1),
         ("rows travel as bf16 instead of fp8", (2 * hidden + header) / (row + header)),
         ("rows travel as fp8 instead of bf16", (hidden + scales + header) / (row + header)),
         *UNITS.items(),

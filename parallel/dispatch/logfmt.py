@@ -38,6 +38,12 @@ def chunk_size(hidden: int) -> int:
     return 1024 if hidden % 1024 == 0 else 512
 
 
+def row_bounds(hidden: int) -> tuple[int, int]:
+    """The least and the most bytes of a row: every chunk cast, or none. Only the values tell which."""
+    meta = 4 * -(-hidden // BLOCK)
+    return meta + hidden * GROUP_BYTES // GROUP, meta + 2 * hidden
+
+
 def encode(rows: np.ndarray) -> Encoded:
     """bfloat16 rows [n, H] as bytes; raises ValueError for another dtype or where H is no multiple of 128."""
     if rows.dtype != ml_dtypes.bfloat16 or rows.ndim != 2 or rows.shape[1] % BLOCK:

@@ -6,6 +6,7 @@ csrc/kernels/legacy/{intranode,internode,internode_ll}.cu, csrc/elastic/buffer.h
 
 from typing import NamedTuple
 
+from parallel.dispatch.logfmt import row_bounds
 from parallel.topology import Topology
 
 CLASSES = ("payload", "scales", "routing", "header", "padding", "control")
@@ -26,6 +27,12 @@ class RowBytes(NamedTuple):
 
 def payload_classes(hidden: int, payload: str) -> dict[str, int]:
     """One token's values: `fp8` carries a float32 scale for each 128 of them."""
+    if payload.startswith("logfmt"):
+        least, most = row_bounds(hidden)
+        raise ValueError(
+            f"payload = {payload!r}: a LogFMT-10 row of {hidden} values is {least} to {most} bytes long, as its values "
+            "allow, so that no routing table says how many: count with fp8 or bf16, whose rows come back as bf16"
+        )
     if payload not in PAYLOADS:
         raise ValueError(f"payload = {payload!r}: must be one of {', '.join(PAYLOADS)}")
     if hidden < 1:

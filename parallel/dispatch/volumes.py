@@ -117,6 +117,7 @@ def count_volumes(
     multiple of the ranks; rank r holds r * E/R ... (r+1) * E/R - 1. payload: what dispatch carries; fp8 comes back
     as bf16. mode: how `elastic` moves rows over several nodes: `hybrid` (by node, then by rank), `direct`, or
     `single` (direct, with one row back per slot); one node knows no hybrid.
+    Rows that come back as LogFMT-10 are as long as their values allow and cannot be counted from a table.
     Raises ValueError for wrong names, shapes, ids (naming rank, token, slot and id) and ranks that do not divide
     experts."""
     return volumes_of(check_routing(topk_idx, num_experts, topology), hidden, dispatch, payload, mode)

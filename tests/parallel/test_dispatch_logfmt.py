@@ -92,6 +92,7 @@ def test_lengths_at_the_models_width():
     assert logfmt.encode(small).lengths.tolist() == [9184, 9184]
     assert logfmt.encode(large).lengths.tolist() == [14560, 14560]
     assert logfmt.encode(small[:0]).lengths.tolist() == []
+    assert logfmt.row_bounds(7168) == (9184, 14560)
 
 
 def test_cast_values_are_near_and_large_ones_exact():

@@ -224,6 +224,10 @@ def test_layers_add_up():
         ((FIXTURE, 8, TWO_NODES, 0), "hidden = 0"),
         ((FIXTURE, 8, TWO_NODES, 8, "deepep"), "dispatch = 'deepep'"),
         ((FIXTURE, 8, TWO_NODES, 8, "normal", "int8"), "payload = 'int8'"),
+        (
+            (FIXTURE, 8, TWO_NODES, 7168, "low_latency", "logfmt10"),
+            "LogFMT-10 row .* 9184 to 14560 bytes .* no routing",
+        ),
         ((FIXTURE, 8, TWO_NODES, 8, "elastic", "fp8", "fast"), "mode = 'fast'"),
     ],
 )

@@ -99,6 +99,8 @@ def test_nic_counters_are_words_of_four_bytes(tmp_path):
         ("low_latency", lambda v: v.nic("combine"), "only combine is measured"),
         ("low_latency", lambda v: other(v, "bf16").nic(), "rows travel as bf16 instead of fp8"),
         ("elastic", lambda v: v.nic() - v.matrix(link="rdma", classes="padding").sum(1), "padding is left out"),
+        ("low_latency", lambda v: v.nic() - logfmt_saves(v, 1.0), "rows come back as LogFMT-10"),
+        ("low_latency", lambda v: v.nic() - logfmt_saves(v, 0.8), "rows come back as LogFMT-10"),
         ("low_latency", lambda v: v.nic() // 100, None),
     ],
 )
@@ -113,6 +115,12 @@ def own_node(volumes):
     rank = np.arange(4)
     rows = volumes.counts.tokens_to_node[rank, TOPOLOGY.node(rank)]
     return rows * (7168 + 224 + 8 + 32) + rows * (14336 + 8 + 8)  # both rows are multiples of 16: 7432 -> 7440, 14352
+
+
+def logfmt_saves(volumes, cast):
+    """Bytes by which rows are shorter where a share of them is cast: 9,184 or 14,560 instead of 14,336."""
+    rows = volumes.matrix("combine", "rdma", "rows").sum(axis=1)
+    return (rows * (14336 - 9184 * cast - 14560 * (1 - cast))).astype(int)
 
 
 def other(volumes, payload):
@@ -150,6 +158,9 @@ def test_low_latency_test_logs(tmp_path):
     assert [(f.holds, f.cause) for f in findings] == [(False, "scales are left out"), (True, None)]
     findings = check(tmp_path, LOW_LATENCY_LOG.format(98.52 * 9 / 8), parts, "log.txt")
     assert findings[0].cause == "9 targets per token instead of 8"
+    logfmt = LOW_LATENCY_LOG.format(98.52).replace("128.77", f"{1024 * 9184 / 114e3:.2f}")
+    findings = check(tmp_path, logfmt, parts, "log.txt")
+    assert [(f.holds, f.cause) for f in findings] == [(True, None), (False, "rows come back as LogFMT-10")]
 
 
 def test_normal_test_logs(tmp_path):
