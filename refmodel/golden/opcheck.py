@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from refmodel.golden.compare import compare
-from refmodel.golden.opcases import Case, OperatorSpec, case, operator
+from refmodel.golden.opcases import case, operator
+from refmodel.golden.optypes import Case, OperatorSpec
 from refmodel.golden.report import Report
 from refmodel.golden.tolerance import Tolerance, one_operator
 
@@ -85,15 +86,24 @@ def _call(fn: Callable, spec: OperatorSpec, inputs: Mapping[str, np.ndarray], to
     return outputs
 
 
-def opcheck(fn: Callable, name: str, *, torch: bool = False, tolerances=None, rows_independent: bool = True) -> int:
+def opcheck(
+    fn: Callable,
+    name: str,
+    *,
+    shapes: str = "toy",
+    torch: bool = False,
+    tolerances=None,
+    rows_independent: bool = True,
+) -> int:
     """Run `fn(**inputs)` over all cases of an operator; the number of cases that hold.
 
+    shapes: "toy", "v3" (for kernels that are made for V3's widths and head counts) or "all".
     torch: inputs are torch tensors (bfloat16 and FP8 bit for bit). tolerances: regular expression -> Tolerance for
     outputs. rows_independent=False leaves out the last of the three duties, for kernels that do not claim it.
     Raises OperatorMismatch for the first case that does not hold, with the report.
     """
     spec, count = operator(name), 0
-    for given in spec.cases():
+    for given in spec.cases(shapes):
         outputs = _call(fn, spec, given.inputs, torch)
         report = judge(spec, given, outputs, tolerances)
         if not report.ok:

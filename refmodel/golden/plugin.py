@@ -3,7 +3,7 @@
 def test_my_kernel(golden):
     inputs = golden.inputs("mla_decode/page_end")
     golden.check("mla_decode/page_end", out=my_kernel(**inputs)[0], lse=...)
-    golden.opcheck(my_kernel, "mla_decode")
+    golden.opcheck(my_kernel, "mla_decode")  # or shapes="v3"
 """
 
 import pytest

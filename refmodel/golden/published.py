@@ -3,17 +3,19 @@
 `python -m refmodel.golden.published` prints them as JSON, `--write DIR` writes the golden files, and
 `--numerics float32 --write DIR` those of the wide numerics, which other machines reproduce only within the rules of
 `tolerance.reproduce`. `published.json` holds the hashes that a test compares; CHANGES.md says which bits changed.
+`refmodel dump --ops model` writes the same files by name.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from refmodel.golden.bundle import content_hash, write_bundle
 from refmodel.golden.opcases import OPERATORS
+from refmodel.golden.optypes import SHAPES
 from refmodel.model import Model
 from refmodel.presets import EXAMPLE
 from refmodel.trace import record
@@ -35,24 +37,60 @@ def example_tensors(numerics: str) -> tuple[Model, dict[str, np.ndarray]]:
     return model, tensors | {f"absorbed.{name}": decode[name] for name in decode}
 
 
-def sets(numerics=NARROW) -> Iterator[tuple[str, Model | None, Mapping[str, np.ndarray]]]:
-    """(name, model or None, tensors) of each published golden."""
-    for name in numerics:
-        yield (f"example.{name}", *example_tensors(name))
-    for spec in OPERATORS.values():
-        for case in spec.cases():
-            outputs = spec.run(**case.inputs)
-            tensors = {f"inputs.{k}": x for k, x in case.inputs.items()} | {
-                f"outputs.{k}": x for k, x in outputs.items()
-            }
-            yield f"{spec.name}.{case.name}", None, tensors
+def names(numerics: Sequence[str] = NARROW, shapes: str = "all") -> list[str]:
+    """What the sets are called: `example.fp8`, `rms_norm.rows_64`, `rms_norm.v3_rows_64`."""
+    cases = [f"{spec.name}.{case}" for spec in OPERATORS.values() for case in spec.names(shapes)]
+    return [*(f"example.{name}" for name in numerics), *cases]
 
 
-def hashes(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """One hash over the tensors that must be equal byte for byte on every machine (integers, bfloat16, FP8), one over
-    the others: float32 and float64, of which single last bits may differ."""
-    wide = {n: x for n, x in tensors.items() if x.dtype in (np.float32, np.float64)}
-    return {"narrow": content_hash({n: x for n, x in tensors.items() if n not in wide}), "wide": content_hash(wide)}
+def build(name: str) -> tuple[Model | None, dict[str, np.ndarray]]:
+    """(model or None, tensors) of the set of that name. Raises ValueError for a name that there is not."""
+    first, _, rest = name.partition(".")
+    if first == "example":
+        return example_tensors(rest)
+    if first not in OPERATORS:
+        raise ValueError(f"no published set {name!r}; names begin with example, {', '.join(OPERATORS)}")
+    spec = OPERATORS[first]
+    case = spec.case(rest)
+    inputs = {f"inputs.{key}": x for key, x in case.inputs.items()}
+    return None, inputs | {f"outputs.{key}": x for key, x in spec.run(**case.inputs).items()}
+
+
+def sets(numerics: Sequence[str] = NARROW, shapes: str = "all") -> Iterator[tuple[str, Model | None, Mapping]]:
+    """(name, model or None, tensors) of each published golden, one at a time."""
+    return ((name, *build(name)) for name in names(numerics, shapes))
+
+
+def write_set(folder: Path, name: str, model: Model | None, tensors: Mapping[str, np.ndarray]) -> Path:
+    """Write one set as a golden file into a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.safetensors"
+    config = None if model is None else model.config
+    numerics = OPERATORS[name.split(".")[0]].numerics if model is None else model.numerics.name
+    write_bundle(path, tensors, config, numerics, extra={"set": name})
+    return path
+
+
+def entry(tensors: Mapping[str, np.ndarray]) -> dict:
+    """What is listed of a set: its size, and hashes over the inputs and the narrow tensors (integers, bfloat16, FP8),
+    which must be equal byte for byte on every machine, and over the float32 and float64 results, of which single last
+    bits may differ."""
+    inputs = {n: x for n, x in tensors.items() if n.startswith("inputs.")}
+    rest = {n: x for n, x in tensors.items() if n not in inputs}
+    wide = {n: x for n, x in rest.items() if x.dtype in (np.float32, np.float64)}
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(x.nbytes for x in tensors.values()),
+        "inputs": content_hash(inputs),
+        "narrow": content_hash({n: x for n, x in rest.items() if n not in wide}),
+        "wide": content_hash(wide),
+    }
+
+
+def changed(found: Mapping[str, dict], listed: Mapping[str, dict]) -> list[str]:
+    """Names of the sets in `found` whose inputs or narrow results are not the listed ones."""
+    keys = ("inputs", "narrow")
+    return [n for n, x in found.items() if n not in listed or any(x[key] != listed[n][key] for key in keys)]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,15 +98,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="DIR", help="write golden files")
     parser.add_argument("--numerics", nargs="+", default=NARROW, help="of the example model (default: the narrow ones)")
+    parser.add_argument("--shapes", choices=SHAPES, default="all", help="of the operators (default: all)")
     args = parser.parse_args(argv)
     listed = {}
-    for name, model, tensors in sets(args.numerics):
-        listed[name] = hashes(tensors)
+    for name, model, tensors in sets(args.numerics, args.shapes):
+        listed[name] = entry(tensors)
         if args.write is not None:
-            args.write.mkdir(parents=True, exist_ok=True)
-            config = None if model is None else model.config
-            numerics = OPERATORS[name.split(".")[0]].numerics if model is None else model.numerics.name
-            write_bundle(args.write / f"{name}.safetensors", tensors, config, numerics, extra={"set": name})
+            write_set(args.write, name, model, tensors)
     print(json.dumps(listed, indent=1, sort_keys=True))
 
 
