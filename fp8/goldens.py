@@ -85,6 +85,8 @@ class GoldenCase:
             "b.scale": ("float32", (*stack, scale_rows, scale_columns)),
             "d": ("bfloat16", (*rows, self.n)),
         }
+        if self.kind != "dense":
+            tensors["defined"] = ("bool", rows)
         if self.kind == "contiguous":
             tensors["grouped_layout"] = ("int32", rows)
         if self.kind == "masked":
@@ -105,21 +107,28 @@ class GoldenCase:
         }
         return {name: str(value) for name, value in facts.items()}
 
+    def valid(self) -> dict[str, str]:
+        """Result -> the tensor that says which of its rows a kernel must write: it may leave anything in the others."""
+        return {} if self.kind == "dense" else {f"{self.name}.d": f"{self.name}.defined"}
+
     def build(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (name, array) in the order of `specification`: operands, scales, result, layout."""
+        """Yield (name, array) in the order of `specification`: operands, scales, result, defined rows, layout."""
         a, b = self.operand_a(), self.operand_b()
         for name, operand in (("a", a), ("b", b)):
             yield f"{self.name}.{name}.codes", operand.codes
             yield f"{self.name}.{name}.scale", operand.scale
         if self.kind == "dense":
             yield f"{self.name}.d", gemm(a, b)
-        elif self.kind == "contiguous":
-            layout = self.layout.grouped_layout
-            yield f"{self.name}.d", grouped_gemm_contiguous(a, b, layout).out
-            yield f"{self.name}.grouped_layout", layout
+            return
+        if self.kind == "contiguous":
+            name, where = "grouped_layout", self.layout.grouped_layout
+            product = grouped_gemm_contiguous(a, b, where)
         else:
-            yield f"{self.name}.d", grouped_gemm_masked(a, b, self.counts()).out
-            yield f"{self.name}.masked_m", self.counts()
+            name, where = "masked_m", self.counts()
+            product = grouped_gemm_masked(a, b, where)
+        yield f"{self.name}.d", product.out
+        yield f"{self.name}.defined", product.defined
+        yield f"{self.name}.{name}", where
 
     def digest(self) -> str:
         """SHA-256 of all tensors, names and bytes in order: equal on every machine."""

@@ -122,13 +122,16 @@ def _dump_ops(args):
     files = []
     for case in cases:
         path, tensors = args.out / f"{case.name}.safetensors", dict(case.build())
-        write_bundle(path, tensors, None, "fp8", recipe="deepseek_v3", seed=case.seed, extra={"case": case.name})
+        facts = case.metadata()
+        write_bundle(
+            path, tensors, None, "fp8", recipe=facts["recipe"], seed=case.seed, valid=case.valid(), extra=facts
+        )
         files.append({"name": str(path), "tensors": len(tensors), "bytes": path.stat().st_size})
     return {"files": files}
 
 
 def _bytes(specification):
-    sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "int32": 4}
+    sizes = {"float8_e4m3fn": 1, "bool": 1, "bfloat16": 2, "float32": 4, "int32": 4}
     total = 0
     for dtype, shape in specification.values():
         count = sizes[dtype]

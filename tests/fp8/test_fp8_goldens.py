@@ -13,15 +13,15 @@ SMALL = {
 }
 PUBLISHED = {
     "dense": "c99e727f456f27786d6c832c83e7a62efca7d839664017da2ec2798a3fdcbb1a",
-    "contiguous": "bd177e7147ca4a7326452d2e331149e1d84b7012b6e7166a2b251f3b23c055ca",
-    "masked": "97fa30fe0975d41528cb99638d1d94564dfaf91e4c4aa10ff793ab358471ccd3",
+    "contiguous": "eb71f4e22897bb194fef14d5cc675b0305a1805506e7f377a89c230cc215193a",
+    "masked": "f1e41e7fd2174cea046ee40a6a1ba67b806d8f6143292a7d1a3253d4b8f148c2",
 }
 PUBLISHED_V3 = {
     "q_a_kv_a.m64": "842e47a013fa22c0dd8bef79c022f8b3f00a8a02f9a01a6dd9f55fce2ee1f36f",
     "q_b.m128": "26190c13dcc1a8572542ad4443a983d815b18dbc9d9b782b997e073bcb57eb08",
     "kv_b.m1": "d3a3d1593c0f7eb80ec50e7edfa2b8d72d2a213c87bc35c761fd484b232faa6b",
-    "down.contiguous.g2": "0ce7c4db753640521e57e178788127745d458e01c95f20c44505e912311b477f",
-    "gate_up.masked.g9": "126213a52926547cfd3f1f3742917d3c25efb71203cb639bf9b8d9e714c8f4af",
+    "down.contiguous.g2": "d64dae2432302f24790f70917e0dc12bbaec30c1412fd69274a2c6bf152f2d36",
+    "gate_up.masked.g9": "4b7f996a9887b8e66c428560ac7b5b4311de35fbee5852e75a3720ba0d40982d",
 }
 
 
@@ -70,6 +70,17 @@ def test_result_is_the_product_and_padding_is_zero():
     a, b = case.operand_a(), case.operand_b()
     np.testing.assert_array_equal(tensors["small.d"][layout == 2], gemm(a.rows(layout == 2), b[2]))
     assert not a.codes[layout < 0].astype(np.float32).any()
+
+
+def test_the_rows_that_a_kernel_must_write_are_named():
+    assert SMALL["dense"].valid() == {}
+    for kind, expected in (
+        ("contiguous", [*range(100), *range(128, 154)]),
+        ("masked", [*range(100), *range(100, 163)]),
+    ):
+        tensors = dict(SMALL[kind].build())
+        assert SMALL[kind].valid() == {"small.d": "small.defined"}
+        assert np.flatnonzero(tensors["small.defined"]).tolist() == expected
 
 
 def test_metadata_states_the_floor_and_the_rule():
