@@ -27,8 +27,9 @@ class PlacedExchange:
 
     def dispatch_recv(self):
         """What arrived for this rank's slots."""
-        self._pairs = self.exchange.dispatch_recv()
-        return self._pairs
+        pairs = self.exchange.dispatch_recv()
+        self._row, self._expert = pairs.row, pairs.expert  # not the rows themselves: they may go once they are used
+        return pairs
 
     def logical_expert(self, e: int) -> int:
         """The expert whose weights slot `e` of this rank holds."""
@@ -38,8 +39,8 @@ class PlacedExchange:
         """Global token row * K + slot of each pair, for a recording: found from what every rank sent."""
         if self._routed is None:
             return None
-        rank, token = (origin[self._pairs.row] for origin in self._origins())  # [P] each
-        physical = self._pairs.expert + self.exchange.rank * self.exchange.num_local_experts
+        rank, token = (origin[self._row] for origin in self._origins())  # [P] each
+        physical = self._expert + self.exchange.rank * self.exchange.num_local_experts
         slots = np.empty(len(physical), np.int64)
         for source in np.unique(rank):
             mine = rank == source

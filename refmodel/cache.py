@@ -48,7 +48,7 @@ class PagePool:
 
     def _grow(self):
         old = self.num_pages
-        new = max(8, 2 * old) if self.max_pages is None else min(max(8, 2 * old), self.max_pages)
+        new = max(1, 2 * old) if self.max_pages is None else min(max(1, 2 * old), self.max_pages)
         if new <= old:
             raise ValueError(f"the cache pool is full: all of its max_pages = {self.max_pages} pages are in use")
         for layer, pages in enumerate(self._layers):
