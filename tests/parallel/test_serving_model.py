@@ -10,6 +10,7 @@ import pytest
 
 import refmodel
 from parallel.deployment import Deployment
+from parallel.placement import Placement
 from parallel.serving.balance_experts import balance_experts
 from parallel.serving.disagg import PrefillDecode
 from parallel.serving.engine import ModelEngine
@@ -20,6 +21,7 @@ from parallel.topology import Topology
 from refmodel.attention import attend
 from refmodel.cache import LatentCache
 from refmodel.flashmla import flash_decode
+from refmodel.generate import Item
 from refmodel.model import Model
 from refmodel.trace import record
 
@@ -55,11 +57,27 @@ def run_to_the_end(system) -> None:
     raise AssertionError("no end")
 
 
-def apart(ranks: int, numerics: str, path=None, prefill_dispatch: str = "normal", drafts: int = 1) -> PrefillDecode:
+def recorded_load() -> np.ndarray:
+    """[3, 256]: how often the MoE layers and the MTP layer choose each expert for the text."""
+    ids = np.array(list(TEXT[:300]))
+    with record() as tensors:
+        hidden = model().step([Item(0, ids, model().new_cache(), 0)], "prefill")[0].hidden
+        model().mtp_logits(np.append(ids[1:], 10), hidden)
+    names = [f"layers.{layer}.attn_core.router.topk_idx" for layer in (1, 2, 3)]
+    return np.stack([np.bincount(tensors[name].ravel(), minlength=256) for name in names])
+
+
+def balanced_placement(ranks: int) -> dict[int, Placement]:
+    """32 redundant experts where the balancer puts them, in another way on every layer."""
+    plan = balance_experts(recorded_load(), 288, 8, 1, ranks, "balanced").phy2log
+    return {layer: Placement(row, ranks) for layer, row in zip((1, 2, 3), plan)}
+
+
+def apart(ranks, numerics, path=None, prefill_dispatch="normal", drafts=1, placement=None) -> PrefillDecode:
     """Prefill with its dialect and overlap, decode with its own, on as many emulated ranks each."""
     sides = [
-        Deployment(model(numerics), Topology(ranks), dispatch=prefill_dispatch, schedule="prefill_overlap"),
-        Deployment(model(numerics), Topology(ranks), dispatch="low_latency", schedule="decode_overlap"),
+        Deployment(model(numerics), Topology(ranks), dispatch=dispatch, schedule=schedule, placement=placement)
+        for dispatch, schedule in ((prefill_dispatch, "prefill_overlap"), ("low_latency", "decode_overlap"))
     ]
     engines = ModelEngine(sides[0], 12, mtp=drafts > 0), ModelEngine(sides[1], 12, drafts=drafts)
     store = None if path is None else KVStore(path, engines[0].namespace("example"))
@@ -180,10 +198,7 @@ def test_flash_decode_reads_the_pages_that_the_model_wrote():
 
 
 def test_experts_on_loads_recorded_from_the_model():
-    with record() as tensors:
-        model().forward(list(TEXT[:300]))
-    names = [f"layers.{layer}.attn_core.router.topk_idx" for layer in (1, 2)]
-    load = np.stack([np.bincount(tensors[name].ravel(), minlength=256) for name in names])
+    load = recorded_load()
     assert (load.sum(axis=1) == 300 * 8).all()
     before, after = (balance_experts(load, 288, 8, 4, 32, policy) for policy in ("contiguous", "balanced"))
     assert (after.max_over_mean < before.max_over_mean / 1.5).all()
@@ -235,7 +250,8 @@ def test_fifty_random_traces():
 @pytest.mark.parametrize(("numerics", "prefill_dispatch"), [("float32", "normal"), ("fp8", "low_latency")])
 def test_64_requests_on_8_and_8_ranks(tmp_path, numerics, prefill_dispatch):
     prompts = make_prompts(4, 64, shared=(66, 70), most=10)
-    system = apart(8, numerics, tmp_path, prefill_dispatch)
+    system = apart(8, numerics, tmp_path, prefill_dispatch, placement=balanced_placement(8))
+    assert system.prefill.config.policy == system.decode.config.policy == "balanced"
     requests = []
     for i, prompt in enumerate(prompts):
         requests.append(system.submit(i, prompt, 8))
@@ -246,8 +262,12 @@ def test_64_requests_on_8_and_8_ranks(tmp_path, numerics, prefill_dispatch):
     assert all(request.hit_tokens in (0, 64) for request in requests)
     assert system.decode.stats.hit_tokens == sum(request.hit_tokens for request in requests) >= 32 * 64
     assert system.prefill.stats.computed_tokens == sum(map(len, prompts)) - system.prefill.stats.hit_tokens
-    colocated = model(numerics).generate_batch([np.array(p) for p in prompts], 8, speculative=True)
-    assert colocated.tokens == [request.generated for request in requests]
+    colocated = Scheduler(ModelEngine(model(numerics), 40, drafts=1), SchedulerConfig(draft_tokens=1))
+    for i, prompt in enumerate(prompts):
+        colocated.submit(i, prompt, 8)
+    run_to_the_end(colocated)
+    assert system.decode.engine.stats == colocated.engine.stats  # acceptance, to the draft
+    assert 0 < colocated.engine.stats.accepted_tokens < colocated.engine.stats.draft_tokens
 
 
 def test_bad_input(tmp_path):
