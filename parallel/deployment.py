@@ -1,9 +1,8 @@
 """A model on emulated ranks: data-parallel attention, experts spread over all ranks, every byte through one network."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,30 +11,17 @@ from parallel.dispatch import DIALECTS, make_exchange
 from parallel.hand_over import hand_over, joint_topology
 from parallel.ledger import Ledger
 from parallel.network import Network
-from parallel.pieces import join_pieces, pieces_of
 from parallel.placed_exchange import PlacedExchange
 from parallel.placement import Placement
+from parallel.ranked_pass import RankedPass
 from parallel.reference import ReferenceModel, choose_by_row, rounding_tree
 from parallel.residents import Residents
-from parallel.schedule import BUILDERS, LayerPlan, Op, program_order, walk
-from parallel.schedule.split import split_decode, split_prefill
+from parallel.schedule import BUILDERS
 from parallel.topology import Topology
 from refmodel.cache import LatentCache
 from refmodel.generate import Generated, Item, Step, Work, generate
-from refmodel.layer import State
-from refmodel.model import Model, advance_caches, main_program, make_batch, mtp_program
-from refmodel.program import Operation, Pass
-from refmodel.trace import Scope
-
-_RECEIVING = ("dispatch_forward", "dispatch_recv", "combine_forward", "combine_recv")
-
-
-class _Part(NamedTuple):
-    """One micro-batch of one rank."""
-
-    rows: np.ndarray  # global row of each of its token rows
-    state: State
-    done: set  # (layer, stage) pairs that have run
+from refmodel.model import Model
+from refmodel.program import Pass
 
 
 class Deployment:
@@ -74,13 +60,15 @@ class Deployment:
             raise ValueError(f"transport = {transport!r}: must be 'memory' or 'mpi'")
         self.model, self.config, self.topology = model, model.config, topology
         self.dispatch, self.schedule, self.transport = dispatch, schedule, transport
+        #: (layer plan, rank) -> the operations of that rank, in order
+        self.build = BUILDERS[schedule]
         #: without an all-to-all every rank must choose the same replica
         self.replica_rule = replica_rule or ("hashed" if dispatch == "allgather" else "static")
         self._placements = placement
         if placement is None:
             self._placements = default_placement(self.config.n_routed_experts, redundant_experts, topology)
         check_placements(self._placements, self.config, topology)
-        self._order, self._split, self._dispatch_options = order, split, dispatch_options
+        self.order, self.split, self._dispatch_options = order, split, dispatch_options
         self._reset()
         #: ranks that this process computes: all of them, unless they are spread by MPI
         self.local_ranks = tuple(getattr(self._network, "local_ranks", range(topology.num_ranks)))
@@ -90,6 +78,7 @@ class Deployment:
         self._pools = [self.model.new_pool() for _ in range(self.topology.num_ranks)]
         self.residents = Residents(self.topology.num_ranks)
         self._handed_over: WeakKeyDictionary[Deployment, Ledger] = WeakKeyDictionary()
+        self._temporary: list[LatentCache] = []  # of requests whose caches nobody asked for
         self._step = 0
 
     def fresh(self) -> "Deployment":
@@ -142,12 +131,13 @@ class Deployment:
     def run(self, batch: Sequence[Sequence], caches=None, phase: str = "prefill") -> list[list[np.ndarray]]:
         """Logits of a batch: per rank a list of id arrays in, the same nesting of [T, vocab] out.
 
-        caches: the same nesting of caches that the tokens follow; none start empty.
+        caches: the same nesting of caches that the tokens follow; without them requests start empty, and their pages
+        are given back when the next batch comes.
         """
         flat = self._place_batch(batch)
         items = []
         for request, (rank, index) in enumerate(flat):
-            cache = self.new_cache(request) if caches is None else caches[rank][index]
+            cache = self._temporary_cache(request) if caches is None else caches[rank][index]
             items.append(Item(request, self.model.check_ids(batch[rank][index]), cache, cache.length))
         logits = iter([step.logits for step in self.step(items, phase)])
         return [[next(logits) for _ in requests] for requests in batch]
@@ -156,8 +146,13 @@ class Deployment:
         """New tokens, in the nesting of `batch`; `settings` as in `refmodel.generate.generate`."""
         prompts = [batch[rank][index] for rank, index in self._place_batch(batch)]
         done = self.generate_batch(prompts, max_new_tokens, speculative=speculative, **settings)
+        self._temporary.extend(done.caches)
         tokens = iter(done.tokens)
         return [[next(tokens) for _ in requests] for requests in batch]
+
+    def _temporary_cache(self, request):
+        self._temporary.append(self.new_cache(request))
+        return self._temporary[-1]
 
     def _place_batch(self, batch) -> list[tuple[int, int]]:
         """(rank, index in its list) of each request; requests are numbered in that order from here on."""
@@ -166,6 +161,9 @@ class Deployment:
                 f"{len(batch)} rank lists for {self.topology.num_ranks} ranks: a batch holds one list of id arrays for "
                 "each rank, empty where a rank has no request"
             )
+        for cache in self._temporary:
+            cache.release()
+        self._temporary.clear()
         flat = [(rank, index) for rank, requests in enumerate(batch) for index in range(len(requests))]
         self.residents.start_anew(rank for rank, _ in flat)
         return flat
@@ -190,105 +188,11 @@ class Deployment:
         self._step += 1
         for item in work.items:
             self.residents.keep(item.request, item.cache)
-        depth, dense = self.config.num_hidden_layers, self.config.first_k_dense_replace
-        plan = LayerPlan.mtp(depth) if work.mtp else LayerPlan.of(depth, dense)
-        parts = self._distribute(work)
-        return Pass(work, self._operations(work, plan, parts), lambda: self._collect(work, parts))
+        walked = RankedPass(self, work, self._step)
+        return Pass(work, walked.operations(), walked.collect)
 
-    def _operations(self, work, plan, parts) -> Iterator[Operation]:
-        program = mtp_program(self.config) if work.mtp else main_program(self.config)
-        stages = {(layer, stage.name): stage for stage, layer in program}
-        build = BUILDERS[self.schedule]
-        schedules = [build(plan, rank) for rank in range(self.topology.num_ranks)]
-        order = self._order
-        if self.transport == "mpi":  # one program order for all processes, so that each exchange is one collective
-            schedules = [[op for op in program_order(schedules) if op.rank in self.local_ranks]]
-            order = "rank"
-        part_of = lambda op: parts[op.rank, op.micro_batch]  # noqa: E731
-        ready = lambda op: self._ready(part_of(op), plan, op)  # noqa: E731
-        for op in walk(schedules, ready, lambda op: "; ".join(self._missing(part_of(op), plan, op)), order):
-            part = parts[op.rank, op.micro_batch]
-            layer = op.layer if (op.layer, op.stage) in stages else None  # embed and final of the main model
-            yield Operation(stages[layer, op.stage], layer, part.state, op.rank, op.micro_batch)
-            part.done.add((op.layer, op.stage))
-
-    def _collect(self, work, parts) -> list[Step]:
-        """The rows of each item, of all micro-batches and processes."""
-        pieces = [piece for part in parts.values() for piece in pieces_of(part.rows, part.state)]
-        if self.transport == "mpi":
-            pieces = [piece for of_process in self._network.comm.allgather(pieces) for piece in of_process]
-        advance_caches(work)
-        return join_pieces(pieces, work.items, self.model)
-
-    def _ready(self, part: _Part, plan: LayerPlan, op: Op) -> bool:
-        """Whether an operation waits for nothing: asked far more often than what it waits for."""
-        if not part.done.issuperset(plan.reads(op.layer, op.stage)):
-            return False
-        if op.stage in _RECEIVING:
-            return part.state.values["exchange"].ready(op.stage)
-        return op.stage != "attn_core" or not self._missing(part, plan, op)
-
-    def _missing(self, part: _Part, plan: LayerPlan, op: Op) -> list[str]:
-        """What an operation still waits for, in words; empty when it may run."""
-        missing = [f"its own {stage} of layer {layer}" for layer, stage in plan.reads(op.layer, op.stage)
-                   if (layer, stage) not in part.done]  # fmt: skip
-        if missing:
-            return missing
-        if op.stage in _RECEIVING:
-            exchange = part.state.values["exchange"]
-            if not exchange.ready(op.stage):
-                ranks = exchange.waits_for(op.stage)
-                missing.append(f"packets of {op.stage}, layer {op.layer}, from ranks {', '.join(map(str, ranks))}")
-        if op.stage == "attn_core":  # one request may span both micro-batches
-            for segment in part.state.batch.segments:
-                keys, written = segment.cache_offset + segment.stop - segment.start, segment.cache.written[op.layer]
-                if written < keys:
-                    missing.append(f"keys {written} to {keys - 1} of layer {op.layer}, not yet in the cache")
-        return missing
-
-    def _distribute(self, work: Work) -> dict[tuple[int, int], _Part]:
-        """The micro-batches of every rank, empty ones included."""
-        items, phase = work.items, work.phase
-        shift = self.model.numerics.switches.mtp_position_shift if work.mtp else 0
-        starts = np.cumsum([0, *(len(item.token_ids) for item in items)])
-        per_rank: list[list] = [[] for _ in range(self.topology.num_ranks)]
-        for item, start in zip(items, starts):
-            per_rank[self.rank_of(item.request)].append((item, int(start)))
-        routed: dict = {}  # (layer, micro-batch) -> rank -> what it sent
-        made = {}
-        for rank in self.local_ranks:
-            mine = per_rank[rank]
-            for micro_batch, parts in enumerate(self._micro_batches(mine, phase)):
-                batch = make_batch([item for item, _ in parts], phase, shift)
-                values = {"mtp_input": self._hidden(parts)} if work.mtp else {}
-                rows = [np.arange(start, start + len(item.token_ids)) for item, start in parts]
-                rows = np.concatenate([*rows, np.zeros(0)]).astype(np.int64)
-                if work.last_only:
-                    values["head_rows"] = np.flatnonzero(np.isin(rows, starts[1:] - 1))
-                exchange = partial(self._exchange, rank, micro_batch, self._step, rows, routed)
-                state = State(self.model.weights, batch, exchange, Scope(work.prefix, rows), values)
-                made[rank, micro_batch] = _Part(rows, state, set())
-        return made
-
-    def _micro_batches(self, mine, phase):
-        if self.schedule == "sequential":
-            return [mine]
-        if self._split is not None:
-            return self._split(mine)
-        if phase == "decode":
-            return [[mine[index] for index in half] for half in split_decode(len(mine))]
-        new, cached = [len(item.token_ids) for item, _ in mine], [item.slot for item, _ in mine]
-        return [
-            [cut_item(*mine[part.request], part.start, part.stop) for part in half]
-            for half in split_prefill(new, cached)
-        ]
-
-    def _hidden(self, parts):
-        """What feeds the MTP layer: [T, D], also of a rank without tokens."""
-        none = np.zeros((0, self.config.hidden_size), self.model.numerics.activation)
-        return np.concatenate([none, *(item.hidden for item, _ in parts)])
-
-    def _exchange(self, rank, micro_batch, step, rows, routed, layer):
+    def exchange(self, rank, micro_batch, step, rows, routed, layer) -> PlacedExchange:
+        """One rank's exchange of one layer and micro-batch; `rows` are the global rows of its tokens."""
         placement = self.placement(layer)
         inner = make_exchange(
             self.dispatch,
@@ -324,13 +228,6 @@ class Deployment:
 
     def _tree(self):
         return rounding_tree(self.dispatch, self.topology, self._dispatch_options.get("mode", "hybrid"))
-
-
-def cut_item(item: Item, start: int, first: int, stop: int) -> tuple[Item, int]:
-    """Tokens first .. stop - 1 of an item whose first token is global row `start`."""
-    hidden = None if item.hidden is None else item.hidden[first:stop]
-    part = Item(item.request, item.token_ids[first:stop], item.cache, item.slot + first, hidden)
-    return part, start + first
 
 
 def check_placements(placement: Placement | dict[int, Placement], config, topology: Topology) -> None:

@@ -10,8 +10,8 @@ class PlacedExchange:
     """One rank's exchange of one layer, under the protocol of `parallel.dispatch.exchange`.
 
     `choose(topk_idx) -> physical ids` picks a replica per (token, slot); `placement` names each slot's expert.
-    `routed` collects what every rank sent, so that a recording can say which token and slot a pair came from; None where
-    ranks are in several processes.
+    `routed` collects what every rank sent, so that a recording can say which token and slot a pair came from; None
+    where ranks are in several processes.
     """
 
     def __init__(self, exchange, placement, choose, rows, routed: dict | None):

@@ -5,6 +5,7 @@ one rank that applies the same rounding tree straight from the routing table, wi
 """
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,7 +25,7 @@ def choose_by_row(topk_idx, rows, placement, rule, rank, topology, all_to_all):
     physical = np.empty(topk_idx.shape, np.int64)
     cut = np.arange(1, len(rows)) if rule in _BY_TOKEN else np.flatnonzero(np.diff(rows) != 1) + 1
     edges = [0, *cut.tolist(), len(rows)]
-    for start, stop in zip(edges, edges[1:]):
+    for start, stop in pairwise(edges):
         if stop > start:
             part = slice(start, stop)
             physical[part] = choose_replicas(
@@ -40,7 +41,7 @@ def choose_by_row(topk_idx, rows, placement, rule, rank, topology, all_to_all):
 
 
 def rounding_tree(dispatch: str, topology: Topology, mode: str = "hybrid"):
-    """The reduction of a dialect as a function of (y, topk_idx, num_experts, topk_weights=...); None for a single sum."""
+    """A dialect's reduction as a function of (y, topk_idx, num_experts, topk_weights=...); None for a single sum."""
     if dispatch == "low_latency" or (dispatch == "elastic" and mode == "single"):
         return None
     if dispatch == "normal":

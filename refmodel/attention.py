@@ -32,7 +32,7 @@ def attend(q, k, v, scale: float, causal_offset: int | None = None, *, dtype=np.
     A row that sees no key gives out 0 and lse -inf (FlashMLA's own functions give +inf, see `refmodel.flashmla`).
     Raises ValueError when the shapes do not fit.
     """
-    T, H, d = q.shape
+    _, H, d = q.shape
     S, heads_k, _ = k.shape
     if k.shape[2] != d or v.shape[:2] != k.shape[:2] or heads_k not in (1, H):
         raise ValueError(f"attend: q {q.shape}, k {k.shape}, v {v.shape} must be [T, H, d], [S, H or 1, d], [S, ., dv]")

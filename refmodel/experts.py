@@ -8,7 +8,6 @@ from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, linear
 from refmodel.numerics import Numerics, widen
 
-
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
 
 
@@ -103,8 +102,8 @@ def take_rows(x, index):
 def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     """The one-reduction combine: sum over slots in top-k order of weight * row, then one rounding.
 
-    rows [P, D] expert outputs; index int [T, K] names the row of each slot, -1 for a slot without an expert; topk_weights
-    [T, K]; result [T, D]. Product and running sum are each rounded to the wide dtype (float32; float64 in float64
+    rows [P, D] expert outputs; index int [T, K] names the row of each slot, -1 for a slot without an expert;
+    topk_weights [T, K]; result [T, D]. Product and running sum are each rounded to the wide dtype (float32; float64 in float64
     numerics), as DeepEP's low-latency combine does on the token's own rank (csrc/kernels/legacy/internode_ll.cu).
     """
     (T, K), D = index.shape, rows.shape[1]

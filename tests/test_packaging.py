@@ -45,5 +45,5 @@ def test_no_machine_paths_and_no_package_hosts():
 
 
 def test_uv_lock_is_not_tracked():
-    assert not (ROOT / "uv.lock") in tracked_files()
+    assert (ROOT / "uv.lock") not in tracked_files()
     assert "uv.lock" in (ROOT / ".gitignore").read_text().split()

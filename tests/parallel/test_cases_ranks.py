@@ -31,9 +31,10 @@ def test_requests_without_tokens_beside_others_and_alone(schedule, phase):
 
 
 @pytest.mark.parametrize("cut", [1, 79, 80, 81, 159])
-def test_the_second_half_of_a_prompt_knows_where_it_begins(cut):
+def test_the_second_half_of_a_prompt_knows_where_it_begins(cut, monkeypatch):
     # vllm-project/vllm#56031, ggml-org/llama.cpp#26471: positions or history restart at the cut
-    from parallel.deployment import cut_item
+    from parallel.micro_batches import cut_item
+    from parallel.ranked_pass import RankedPass
 
     def split(mine):
         (item, start), *_ = mine
@@ -42,8 +43,8 @@ def test_the_second_half_of_a_prompt_knows_where_it_begins(cut):
     model, ids = tiny_model(), some_ids(160)
     seen = []
     deployment = Deployment(model, Topology(1), schedule="prefill_overlap", split=split)
-    distribute = deployment._distribute
-    deployment._distribute = lambda work: seen.append(distribute(work)) or seen[-1]
+    distribute = RankedPass._distribute
+    monkeypatch.setattr(RankedPass, "_distribute", lambda self: seen.append(distribute(self)) or seen[-1])
     ((logits,),) = deployment.run([[ids]])
     first, second = (seen[0][0, half].state.batch for half in range(2))
     assert first.positions.tolist() == list(range(cut))

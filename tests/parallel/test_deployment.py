@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "refmodel"))
 from tiny import TINY, some_ids, tiny_model
 
 from parallel import Deployment, Topology
-from parallel.deployment import cut_item
 from parallel.dispatch import DIALECTS
+from parallel.micro_batches import cut_item
 from parallel.placement import Placement
 from parallel.replicas import RULES
 from parallel.schedule import BUILDERS, DeadlockError, sequential
@@ -166,12 +165,9 @@ def test_a_half_that_needs_later_keys_is_a_deadlock_that_says_so():
         (item, start), *_ = mine
         return [cut_item(item, start, 4, 8)], [cut_item(item, start, 0, 4)]
 
-    one_after_the_other = {"prefill_overlap": lambda plan, rank: sequential.build(plan, rank, 2)}
     deployment = Deployment(model, Topology(1, 8), schedule="prefill_overlap", split=backwards)
-    with (
-        mock.patch("parallel.deployment.BUILDERS", one_after_the_other),
-        pytest.raises(DeadlockError, match="keys 0 to 7 of layer 0, not yet in the cache"),
-    ):
+    deployment.build = lambda plan, rank: sequential.build(plan, rank, 2)
+    with pytest.raises(DeadlockError, match="keys 0 to 7 of layer 0, not yet in the cache"):
         deployment.run([[some_ids(8)]])
 
 
@@ -215,7 +211,7 @@ def test_one_mistake_is_seen():
     """These comparisons can fail: a row of one expert scaled on one rank shows in the logits."""
     model = tiny_model(numerics="bfloat16")
     deployment = Deployment(model, Topology(2, 8))
-    exchange = deployment._exchange
+    exchange = deployment.exchange
 
     def faulty(rank, *args):
         made = exchange(rank, *args)
@@ -224,6 +220,6 @@ def test_one_mistake_is_seen():
             made.exchange.combine_send = lambda rows: send((rows.astype(np.float32) * 1.01).astype(rows.dtype))
         return made
 
-    deployment._exchange = faulty
+    deployment.exchange = faulty
     with pytest.raises(AssertionError):
         assert_equals_reference(deployment, [[some_ids(8)], []])

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "refmodel"))
 from tiny import TINY, some_ids
 
 from parallel import Deployment, Topology
-from parallel.deployment import cut_item
 from parallel.dispatch import DIALECTS
+from parallel.micro_batches import cut_item
 from parallel.schedule import DeadlockError, LayerPlan, Op, check
 from refmodel import Model
 from refmodel.generate import Item

@@ -1,6 +1,7 @@
 """A row's bits do not depend on the rows beside it."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_any_cut_of_the_rows_gives_the_same_bits(seed, parts):
     w = weight(96, 80, np.float32)
     x = rng.normal(size=(sum(parts), 96)).astype(np.float32)
     edges = np.cumsum([0, *parts])
-    cut = np.concatenate([linear(x[a:b], w) for a, b in zip(edges, edges[1:])])
+    cut = np.concatenate([linear(x[a:b], w) for a, b in pairwise(edges)])
     assert cut.tobytes() == linear(x, w).tobytes()
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
@@ -41,7 +42,7 @@ def test_any_cut_gives_the_bits_of_the_whole(numerics, phase):
     whole = model.forward(ids, phase=phase)
     for cuts in ([64], [1, 63, 65, 130], [149], [70, 71, 72, 74, 76, 78]):
         cache, parts, edges = model.new_cache(), [], [0, *cuts, len(ids)]
-        for start, stop in zip(edges, edges[1:]):
+        for start, stop in pairwise(edges):
             parts.append(model.forward(ids[start:stop], cache, phase))
         assert same(np.concatenate(parts), whole)
         assert cache.length == 150
@@ -121,7 +122,7 @@ def test_cache_bytes_per_token_and_layer():
 
 @pytest.mark.parametrize("ids", [[0, 100], [-1], [[1, 2]], [0.5]])
 def test_refuses_ids(ids):
-    with pytest.raises(ValueError, match="outside the vocabulary of 100|flat list of integers"):
+    with pytest.raises(ValueError, match=r"outside the vocabulary of 100|flat list of integers"):
         tiny_model().forward(ids)
 
 

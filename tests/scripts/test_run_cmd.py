@@ -42,8 +42,7 @@ def test_default_run(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("numerics", ["float64", "float32", "bfloat16", "fp8"])
-@pytest.mark.parametrize("ranks", [1, 4, pytest.param(2, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long),
-                                   pytest.param(16, marks=pytest.mark.long), pytest.param(32, marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(r, marks=pytest.mark.long) for r in (2, 8, 16, 32))])
 def test_ranks_and_numerics(capsys, tmp_path, ranks, numerics):
     args = ["--ranks", str(ranks), "--numerics", numerics, "--new-tokens", "12" if ranks > 4 else "4"]
     code, result = run_json(capsys, tmp_path, *args)
