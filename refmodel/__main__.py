@@ -9,6 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.main import main  # noqa: E402 - the path must be right first
+from scripts.main import main
 
 sys.exit(main())

@@ -72,6 +72,9 @@ def read_prompts(args, model, path: Path):
         if not byte_level or "prompts" not in settings:
             raise ValueError(f"{path} has no prompts.json for a byte-level model: give --tokens")
         ids = [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in settings["prompts"]]
+    for number, prompt in enumerate(ids):
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty: at least one token is needed")
     sampling = {key: settings[key] for key in ("temperature", "top_p", "seed") if key in settings}
     return ids, ({} if getattr(args, "greedy", False) else sampling)
 
