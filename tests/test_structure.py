@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("fp8", "refmodel", "parallel", "scripts")  # each may import itself and the ones before it
 CORE = {"numpy", "einops", "ml_dtypes"}
 OPTIONAL = {
-    "scripts": {"rich", "matplotlib", "torch", "mpi4py"},
+    "scripts": {"rich", "matplotlib", "torch", "transformers", "mpi4py"},
     "parallel": {"mpi4py"},
     "refmodel": {"torch", "pytest"},
 }
@@ -49,7 +49,9 @@ def test_optional_packages_are_imported_where_they_are_used(path):
     if str(relative) in ("scripts/tables.py", "refmodel/golden/plugin.py") or "adapters" in relative.parts:
         return
     for name, top in imports(path):
-        assert not (top and name in ("rich", "matplotlib", "torch", "mpi4py", "pytest")), f"{relative}: {name}"
+        assert not (top and name in ("rich", "matplotlib", "torch", "transformers", "mpi4py", "pytest")), (
+            f"{relative}: {name}"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
