@@ -1,16 +1,10 @@
 """Name the operator behind a diverging tensor, and the known mistake that reproduces an engine's result."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from refmodel.model import Model
-from refmodel.schema import needed_tensors
-from scripts.known_mistakes import ROUTING_VARIANTS, changed_models, routes
-
-#: a model with more parameters is not run again for every known mistake
-REPLAY_LIMIT = 500_000_000
+from refmodel.golden.locate import Location, locate
 
 #: what stands between a tensor's name within its layer and the one before it
 OPERATORS = {
@@ -55,46 +49,31 @@ def describe(name: str, expected, actual, config, tolerance: float) -> str:
     return f"query projection, layer {layer} (the part of q without position differs already)"
 
 
-def find_cause(
-    name: str, model: Model, tokens: list[int], captured: Mapping, recorded: Callable, tolerance: float
-) -> str | None:
-    """The known mistake under which we compute what the engine computed, or None.
+def locate_main(model, tokens: list[int], captured: Mapping) -> Location:
+    """Replay every captured operator of the main model on the engine's own inputs."""
+    mtp = f"layers.{model.config.num_hidden_layers}."
+    main = {name: array for name, array in captured.items() if not name.startswith((mtp, "engine."))}
+    return locate(model, main, token_ids=tokens)
 
-    A wrong routing is explained from the engine's own router logits; anything else by running our model again with
-    each known mistake and comparing what diverged and all that the engine has of the last logits.
+
+def locate_with_mtp(model, tokens: list[int], captured: Mapping) -> Location:
+    """The same with the MTP layer behind it, in the slots that it has: all but the last token's.
+
+    The main model's last row is cut off, which no other row of it can see.
     """
-    if ".router.topk_" in name and (cause := _routing_cause(name, model, captured)):
-        return cause
-    if sum(math.prod(needed.shape) for _, needed in needed_tensors(model.config)) > REPLAY_LIMIT:
-        return None
-    mtp = int(name.split(".")[1]) >= model.config.num_hidden_layers if name.startswith("layers.") else False
-    last = f"layers.{model.config.num_hidden_layers}.final.logits" if mtp else "final.logits"
-    judged = [key for key in (name, last) if key in captured and ".router.topk_" not in key]
-    for text, changed in changed_models(model) if judged else ():
-        ours = recorded(changed, tokens, mtp)
-        if all(key in ours and _near(ours[key], captured[key], tolerance) for key in judged):
-            return text
-    return None
+    mtp = f"layers.{model.config.num_hidden_layers}."
+    cut = {
+        name: array if name.startswith(mtp) else array[:-1]
+        for name, array in captured.items()
+        if not name.startswith("engine.")
+    }
+    return locate(model, cut, token_ids=tokens[:-1], mtp_token_ids=tokens[1:])
 
 
-def _near(ours, theirs, tolerance: float) -> bool:
-    if ours.shape != theirs.shape:
-        return False
-    ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
-    return bool(np.abs(ours - theirs).max() <= tolerance * np.sqrt(np.square(theirs).mean()))
-
-
-def _routing_cause(name: str, model: Model, captured: Mapping) -> str | None:
-    prefix, layer = name.rsplit(".", 1)[0], int(name.split(".")[1])
-    needed = [f"{prefix}.{part}" for part in ("logits", "topk_idx", "topk_weights")]
-    if any(key not in captured for key in needed) or model.config.scoring_func != "sigmoid":
-        return None
-    logits, ids, weights = (captured[key] for key in needed)
-    order = np.argsort(ids, axis=1, kind="stable")
-    ids, weights = np.take_along_axis(ids, order, 1), np.take_along_axis(weights, order, 1)
-    bias = model.weights.layer(layer).correction_bias
-    for variant in ROUTING_VARIANTS:
-        their_ids, their_weights = routes(logits, bias, model.config, variant)
-        if np.mean((their_ids == ids).all(axis=1)) > 0.99 and _near(their_weights, weights, 1e-3):
-            return variant.text
-    return None
+def locate_capture(model, tokens: list[int], captured: Mapping) -> Location:
+    """The first operator of the main model that is wrong on its own inputs, else the first of the MTP layer."""
+    main = locate_main(model, tokens, captured)
+    mtp = f"layers.{model.config.num_hidden_layers}."
+    if not main.ok or not any(name.startswith(mtp) for name in captured):
+        return main
+    return locate_with_mtp(model, tokens, captured)

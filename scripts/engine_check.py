@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from refmodel.golden.compare import compare
+from refmodel.golden.locate import Location
 from refmodel.golden.report import TensorResult
 from refmodel.golden.tolerance import Tolerance
 from refmodel.model import Model
 from refmodel.numerics import ENGINES as SWITCHES
 from refmodel.numerics import Switches
 from refmodel.trace import record
-from scripts.engine_cause import describe, find_cause
+from scripts.engine_cause import describe, locate_capture
 from scripts.engine_join import rank_of
 from scripts.engines import Capture
 
@@ -35,7 +36,8 @@ class Check:
     worst: dict[str, tuple[str, float]] = field(default_factory=dict)
     logits: float | None = None  # largest difference of the logits, relative to their root mean square
     first: str | None = None
-    cause: str | None = None
+    cause: str | None = None  # completes "it equals ours ..."
+    mistake: str | None = None  # its name in refmodel.golden.mistakes
     speculation: dict = field(default_factory=dict)
 
     def to_json(self) -> dict:
@@ -58,27 +60,36 @@ def check_capture(
 ) -> Check:
     """Compare a capture with our model of the checkpoint in `folder`; `prompts(config)` are the tokens of both.
 
-    The logits must be within `tolerance` of the root mean square of ours, other tensors within the rules of `rules`;
-    ids of experts are compared as sets, and a flip at a router margin below the noise is a tie. `like` names the engine
-    whose side our switches take.
+    In float32 whole runs are compared: the logits must be within `tolerance` of the root mean square of ours, other
+    tensors within the rules of `rules`; ids of experts are compared as sets, and a flip at a router margin below the
+    noise is a tie. In bfloat16 whole runs drift apart by rounding alone, so each operator is held to its own captured
+    inputs. `like` names the engine whose side our switches take.
     """
     model = Model.from_pretrained(folder, numerics=dtype, like=like if like in SWITCHES else None)
     tokens = prompts(model.config)
     ours = recorded(model, tokens[0], mtp)
     theirs = {name: array for name, array in captured.tensors.items() if not name.startswith("engine.")}
-    report = compare(
-        {name: ours[name] for name in ours if name in theirs or name.endswith("router.margin")},
-        theirs,
-        rules(model, folder, tokens[0], ours, mtp, tolerance),
-        missing="ignore",
-        dtypes="ignore",
-    )
+    if dtype == "float32":
+        report = compare(
+            {name: ours[name] for name in ours if name in theirs or name.endswith("router.margin")},
+            theirs,
+            rules(model, folder, tokens[0], ours, mtp, tolerance),
+            missing="ignore",
+            dtypes="ignore",
+        )
+        fits = report.first is not None and report.first.status == "differs"
+        location = locate_capture(model, tokens[0], theirs) if fits else None
+    else:
+        report = location = locate_capture(model, tokens[0], theirs)
     check = Check(captured.result.engine, len(captured.ranks), report.ok, report.headline, notes=list(captured.notes))
     check.worst = worst_by_part(ours, theirs)
     if "final.logits" in theirs:
         check.logits = of_rms(theirs["final.logits"], ours["final.logits"])
     if report.first is not None and report.first.name in ours:
-        _explain(check, report.first, model, tokens[0], ours, captured, tolerance)
+        expected = ours if report is not location else {report.first.name: location.expected}
+        _explain(check, report.first, model, tokens[0], expected, captured, tolerance)
+        if location is not None:
+            _name_cause(check, location)
     _check_logprobs(check, captured, ours, tokens[0])
     if new_tokens:
         _check_generated(check, captured, model, tokens, new_tokens, mtp)
@@ -102,18 +113,16 @@ def rules(model: Model, folder: Path, tokens, ours: Mapping, mtp: bool, toleranc
 
     Rounding is measured: our model with float32 arithmetic inside its operators, as engines have it, against float64.
     Where attention is sharp or activations are large a tensor is noisier than the logits are; the rule never exceeds
-    CAP times the tolerance in float32, and the logits are always held to the tolerance itself.
+    CAP times the tolerance, and the logits are always held to the tolerance itself.
     """
     like = next((name for name in SWITCHES if Switches.like(name) == model.numerics.switches), None)
     exact = recorded(Model.from_pretrained(folder, numerics="float64", like=like), tokens, mtp)
     narrow = recorded(Model.from_pretrained(folder, model.numerics.name, "float32", like), tokens, mtp)
-    cap = CAP * tolerance if model.numerics.name == "float32" else 1.0
     found = {}
     for name in ours:
-        noise = NOISE * of_rms(narrow[name], exact[name]) if ours[name].dtype.kind != "i" else 0.0
-        if name.endswith("logits") and model.numerics.name == "float32":
-            noise = 0.0
-        rms = min(max(tolerance, noise), cap)
+        measured = ours[name].dtype.kind != "i" and not name.endswith("logits")
+        noise = NOISE * of_rms(narrow[name], exact[name]) if measured else 0.0
+        rms = min(max(tolerance, noise), CAP * tolerance)
         found[f"^{re.escape(name)}$"] = Tolerance(rms=rms, reason=f"rounding alone makes {noise / NOISE:.1e}")
     return found
 
@@ -141,33 +150,43 @@ def worst_by_part(ours: Mapping, theirs: Mapping) -> dict[str, tuple[str, float]
     return worst
 
 
-def _explain(check, first: TensorResult, model, tokens, ours, captured, tolerance) -> None:
-    """Add the operator, the rank and both values of the first diverging tensor, and its cause."""
-    name, theirs = first.name, captured.tensors[first.name]
+def _explain(check, first: TensorResult, model, tokens, ours: Mapping, captured, tolerance) -> None:
+    """Add the operator, the rank and both values of the first diverging tensor. `ours` holds what it should be."""
+    name, expected, theirs = first.name, ours[first.name], captured.tensors[first.name]
     check.first = name
-    if first.status != "shape":
-        error = np.abs(theirs.astype(np.float64) - ours[name].astype(np.float64))
-        if ".topk_idx" in name:
-            error = (np.sort(theirs, axis=-1) != np.sort(ours[name], axis=-1)).astype(np.float64)
-        row = int(np.argmax(error.reshape(len(error), -1).max(axis=1) > tolerance * _rms(ours[name])))
-        index = (row, *np.unravel_index(int(error[row].argmax()), error[row].shape))
-        index = tuple(int(i) for i in index)
-        check.details.append(f"operator: {describe(name, ours[name], theirs, model.config, tolerance)}")
-        check.details.append(f"first wrong token {row} (id {tokens[row]})")
-        if ".topk_idx" in name:
-            check.details.append(f"experts expected {_ids(ours[name][row])}, actual {_ids(theirs[row])}")
+    if first.status == "shape":
+        return
+    error = np.abs(theirs[: len(expected)].astype(np.float64) - expected.astype(np.float64))
+    if ".topk_idx" in name:
+        error = (np.sort(theirs, axis=-1) != np.sort(expected, axis=-1)).astype(np.float64)
+    row = (first.difference.first_violation or first.difference.worst_abs.index)[0]
+    index = (row, *(int(i) for i in np.unravel_index(int(error[row].argmax()), error[row].shape)))
+    check.details.append(f"operator: {describe(name, expected, theirs[: len(expected)], model.config, tolerance)}")
+    check.details.append(f"first wrong token {row} (id {tokens[row]})")
+    if ".topk_idx" in name:
+        check.details.append(f"experts expected {_ids(expected[row])}, actual {_ids(theirs[row])}")
+        if _margin(name) in ours:
             check.details.append(f"router margin there {float(ours[_margin(name)][row]):.4g}")
-        else:
-            check.details.append(
-                f"at {list(index)} expected {float(ours[name][index])!r}, actual {float(theirs[index])!r}"
-            )
-        check.details += _which_rank(name, index, ours[name], captured, tolerance)
-    check.cause = find_cause(name, model, tokens, captured.tensors, recorded, tolerance)
-    check.details.append(f"cause: {check.cause or 'no known mistake reproduces it'}")
+    else:
+        check.details.append(f"at {list(index)} expected {float(expected[index])!r}, actual {float(theirs[index])!r}")
+    check.details += _which_rank(name, index, expected, captured, tolerance)
 
 
-def _rms(array) -> float:
-    return float(np.sqrt(np.square(np.asarray(array, np.float64)).mean())) if array.dtype.kind == "f" else 1.0
+def _name_cause(check: Check, location: Location) -> None:
+    """Add the known mistake, and the operator that is wrong on its own inputs where it is not the one that diverged."""
+    if location.ok:
+        check.details.append("cause: no operator is wrong on its own inputs; rounding that grew on its way, or a tie")
+        return
+    if location.first.name != check.first:
+        check.details.append(f"the first operator that is wrong on its own inputs makes {location.first.name}")
+    if not location.findings:
+        check.details.append("cause: no known mistake reproduces it")
+        return
+    best = location.findings[0]
+    check.cause, check.mistake = best.text, best.mistake
+    where = "" if best.tensor == location.first.name else f", at {best.tensor}"
+    left = f"which leaves {best.error_after:.2g} of an error of {best.error_before:.2g}"
+    check.details.append(f"cause: it equals ours {best.text}{where} ({left})")
 
 
 def _ids(row) -> str:

@@ -7,7 +7,7 @@ The engine's own routing is used as it is.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from refmodel.golden.looks import looks_like
 from refmodel.golden.metrics import measure
 from refmodel.golden.mistakes import variants_of
 from refmodel.golden.operators import Context, Operator, mtp_operators, operators
+from refmodel.golden.passes import stated_passes
 from refmodel.golden.replay import Replay, Step, step_replays
 from refmodel.golden.report import Report, TensorResult
 from refmodel.golden.tolerance import EXACT, TIE_MARGINS, UNIT_ROUNDOFF, Tolerance, one_operator
@@ -31,10 +32,14 @@ WIDE_KINDS = ("router_logits", "router", "logits")  # stored as wide as they are
 
 @dataclass(frozen=True)
 class Location:
-    """The result of `locate`: `report` has one result per captured tensor, judged from the engine's own inputs."""
+    """The result of `locate`: `report` has one result per captured tensor, judged from the engine's own inputs.
+
+    findings: the known mistakes that reproduce the first one that does not hold. expected: what it should have been.
+    """
 
     report: Report
     findings: tuple[Finding, ...] = ()
+    expected: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -93,7 +98,7 @@ def locate(
         shift = model.numerics.switches.mtp_position_shift
         shifted = replace(context, token_ids=np.asarray(mtp_token_ids), position_shift=shift)
         replays.append(Replay(shifted, dump, mtp_operators(model), before=replays[0]))
-    replays += step_replays(replays[0], dump, steps)
+    replays += step_replays(replays[0], dump, steps, replays[1] if mtp_token_ids is not None else None)
     results, failed, misshapen = [], None, set()
     for replay in replays:
         for op in replay.operators:
@@ -109,21 +114,19 @@ def locate(
     findings = diagnose_output(*failed) if failed and diagnose else ()
     notes = _notes(dump, replays)
     report = Report(tuple(results), _headline(results, findings), "replay from its own inputs", dump.source, notes)
-    return Location(report, findings)
+    return Location(report, findings, _expected(*failed) if failed else None)
+
+
+def _expected(replay: Replay, op: Operator, result: TensorResult) -> np.ndarray:
+    return replay.run(op)[op.outputs.index(result.name.removeprefix(replay.prefix))]
 
 
 def locate_from_golden(model, golden: Bundle, actual, **options) -> Location:
-    """`locate` with tokens, requests and form of attention as the golden of `refmodel dump` states them.
+    """`locate` with tokens, requests, form of attention and later steps as the golden of `refmodel dump` states them.
 
     model: the checkpoint that the golden was made of. Raises ValueError if the golden does not state its prompts.
     """
-    prompts = [name for name in golden.order if re.fullmatch(r"request\.\d+\.prompt", name)]
-    if not prompts:
-        raise ValueError("the golden states no prompts (request.N.prompt); locate needs them to replay the model")
-    ids = [np.asarray(golden.tensors[name]) for name in sorted(prompts, key=lambda n: int(n.split(".")[1]))]
-    phase = golden.extra.get("phase", "prefill")
-    lengths = tuple(len(row) for row in ids)
-    return locate(model, actual, token_ids=np.concatenate(ids), lengths=lengths, phase=phase, **options)
+    return locate(model, actual, **stated_passes(golden), **options)
 
 
 def _context(model, dump: Dump, token_ids, lengths, phase) -> Context:

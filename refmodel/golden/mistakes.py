@@ -41,11 +41,11 @@ MISTAKES = (
     Mistake("norm_weight_twice", NORMS, {"weighted": 2}, "with the norm's weight applied twice"),
     Mistake("norm_plus_one", NORMS, {"plus_one": True}, "with 1 added to the norm's weight, as Gemma stores it"),
     Mistake("norm_centred", NORMS, {"centred": True}, "with the mean subtracted, as LayerNorm does"),
+    Mistake("inner_eps_fixed", INNER, {"eps": 1e-6}, "with an epsilon of 1e-6 instead of rms_norm_eps"),
+    Mistake("inner_eps_of_config", INNER, {"eps": "config"}, "with rms_norm_eps as the inner norm's epsilon"),
     # huggingface/transformers#44261: the epsilon of the config is ignored, or used where it should not be
     Mistake("norm_eps_1e-5", NORMS, {"eps": 1e-5}, "with an epsilon of 1e-5"),
     Mistake("norm_eps_1e-2", NORMS, {"eps": 1e-2}, "with an epsilon of 1e-2"),
-    Mistake("inner_eps_fixed", INNER, {"eps": 1e-6}, "with an epsilon of 1e-6 instead of rms_norm_eps"),
-    Mistake("inner_eps_of_config", INNER, {"eps": "config"}, "with rms_norm_eps as the inner norm's epsilon"),
     Mistake("latent_norm_over_rope", ("kv_latent",), {"over_all": True}, "with k_pe taken into the latent's norm"),
     # rotary embedding
     Mistake("rope_missing", ROPE, {"rotated": False}, "without RoPE"),

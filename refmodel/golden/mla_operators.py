@@ -32,6 +32,7 @@ def rotate(
     """RoPE on x [T, heads, P], rounded; `halves`: the right rotation, written in the other order."""
     config, numerics = context.config, context.numerics
     config = config if base is None else replace(config, rope_theta=base)
+    interleaved = config.rope_interleave != other_pairs
     inv_freq, usual = yarn_frequencies(config)
     if plain:
         P = config.qk_rope_head_dim
@@ -42,12 +43,12 @@ def rotate(
         x,
         context.positions() + shift,
         -inv_freq if conjugate else inv_freq,
-        config.rope_interleave != other_pairs,
+        interleaved,
         amplitude=usual,
         dtype=numerics.compute,
         cast_each=numerics.activation if numerics.switches.rope_dtype == "activation" else None,
     )
-    if halves != (config.rope_interleave and numerics.switches.k_pe_order == "half_split"):
+    if halves != (interleaved and numerics.switches.k_pe_order == "half_split"):
         out = np.concatenate([out[..., 0::2], out[..., 1::2]], axis=-1)
     return numerics.store(out, "rope")
 

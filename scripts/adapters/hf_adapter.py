@@ -8,7 +8,7 @@ Nothing here depends on the CPU: a GPU build of torch runs it unmodified with `-
 import importlib.metadata
 
 import torch
-from names import EMBED, FINAL_NORM, LOGITS, interleave, layer_name
+from names import EMBED, FINAL_NORM, LOGITS, layer_name
 from request import Request, Result, main
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -79,13 +79,11 @@ class _attention_hook:
     def __init__(self, attn, index: int, recorder: Recorder):
         self.attn, self.name = attn, f"refmodel_recording_{index}"
         rope = attn.qk_rope_head_dim
-        order = interleave(range(rope)) if attn.config.rope_interleave else list(range(rope))
 
         def recording(module, query, key, value, mask, **kwargs):
-            q = query[0].transpose(0, 1).clone()  # [T, H, N+P]
-            q[..., -rope:] = q[..., -rope:][..., order]
+            q = query[0].transpose(0, 1)  # [T, H, N+P], its rope part as transformers keeps it: in half-split order
             recorder.keep(layer_name(index, "q"), q, tuple(q.shape))
-            new = key[0, 0, -q.shape[0] :, -rope:][..., order]  # the rows of this call: [T, P]
+            new = key[0, 0, -q.shape[0] :, -rope:]  # the rows of this call: [T, P]
             recorder.keep(layer_name(index, "k_pe"), new)
             output, weights = modeling_deepseek_v3.eager_attention_forward(module, query, key, value, mask, **kwargs)
             recorder.keep(layer_name(index, "attention"), output)

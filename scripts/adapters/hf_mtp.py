@@ -33,7 +33,9 @@ def load_mtp(model, path: str):
     tensors = layer_tensors(path, config.num_hidden_layers)
     if not tensors:
         raise ValueError(f"{path}: no tensors of layer {config.num_hidden_layers}, so there is no MTP layer to run")
-    mtp = MtpModel(model, 1).to(model.dtype).to(model.device).eval()
+    mtp = MtpModel(model, 1).eval()
+    mtp.layers.to(model.device, model.dtype)  # the layer alone: embedding, rotation and head belong to `model`
+    mtp.layers[0].mtp_block.mlp.gate.float()  # as transformers keeps every gate
     experts = range(config.n_routed_experts)
     gate_up = [
         torch.cat([tensors.pop(f"mlp.experts.{e}.{part}_proj.weight") for part in ("gate", "up")]) for e in experts

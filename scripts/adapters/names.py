@@ -1,7 +1,8 @@
 """The names under which an engine's tensors are stored: the same that this project's own `record()` uses.
 
 An adapter knows its engine's modules; this file alone knows our names. It runs inside the engine's own environment and
-imports nothing of this project.
+imports nothing of this project. Tensors are kept as the engine has them: where engines legitimately differ, in the
+order of k_pe or in where a factor is applied, our model takes that engine's side.
 """
 
 EMBED = "embed.hidden"
@@ -13,10 +14,10 @@ LAYER_POINTS = {
     "attn_norm": "attn_proj.norm",  # [T, D]
     "q_a": "attn_proj.q_a",  # [T, Q]
     "q_a_norm": "attn_proj.q_a_norm",  # [T, Q]
-    "q": "attn_proj.q",  # [T, H, N+P], rotated, rope part interleaved
+    "q": "attn_proj.q",  # [T, H, N+P], rotated
     "kv_a": "attn_proj.kv_a",  # [T, C+P]
     "kv_latent": "attn_proj.kv_latent",  # [T, C]
-    "k_pe": "attn_proj.k_pe",  # [T, P], rotated, interleaved
+    "k_pe": "attn_proj.k_pe",  # [T, P], rotated
     "attention": "attn_core.heads",  # [T, H, V]
     "o": "attn_core.out",  # [T, D]
     "attn_residual": "attn_core.residual",  # [T, D]
@@ -42,13 +43,3 @@ def mtp_name(layer: int, point: str) -> str:
     """Name of what stands around an MTP layer: `enorm`, `hnorm`, `eh_proj`; its own `norm` and `logits`."""
     stage = "final" if point in ("norm", "logits") else "mtp_embed"
     return f"layers.{layer}.{stage}.{'hidden' if point == 'eh_proj' else point}"
-
-
-def interleave(order_of_halves: list) -> list:
-    """Index list that turns a rope vector stored as [all first | all second] into interleaved pairs.
-
-    `x[..., interleave(range(P))]` is (x0, x_{P/2}, x1, x_{P/2+1}, ...).
-    """
-    values = list(order_of_halves)
-    half = len(values) // 2
-    return [value for pair in zip(values[:half], values[half:], strict=True) for value in pair]

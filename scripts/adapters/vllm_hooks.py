@@ -109,13 +109,12 @@ class _Layer(NamedTuple):
         self.on(attn.o_proj, "o")
 
     def _hook_moe(self, mlp):
-        runner = mlp.experts
-        factor = runner.routed_scaling_factor  # vLLM multiplies its MoE output by it; our router's weights hold it
+        runner = mlp.experts  # the weights add up to 1: the routed scaling factor multiplies the output, afterwards
 
         def routing(args, kwargs, output):
             weights, ids = output
             self.keep("topk_idx", ids.to(torch.int64))
-            self.keep("topk_weights", weights * factor)
+            self.keep("topk_weights", weights)
 
         self.on(mlp.gate, "router_logits")
         self.on(mlp, "moe")
@@ -124,7 +123,7 @@ class _Layer(NamedTuple):
         if not runner.is_monolithic:  # a monolithic kernel routes inside itself
             self.recorder.on_method(runner.router, "select_experts", routing)
             experts = runner.routed_experts
-            self.recorder.on_method(experts, "forward_modular", lambda a, k, out: self.keep("routed", out * factor))
+            self.recorder.on_method(experts, "forward_modular", lambda a, k, out: self.keep("routed", out))
 
 
 def _hook_mtp(recorder, draft_model):

@@ -4,6 +4,7 @@ import sys
 from functools import cached_property
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -32,11 +33,11 @@ class Peer:
 
     @cached_property
     def ours(self) -> Model:
-        return Model.from_pretrained(self.folder, numerics="float32")
+        return Model.from_pretrained(self.folder, numerics="float32", like="hf")
 
     @cached_property
     def exact(self) -> Model:
-        return Model.from_pretrained(self.folder, numerics="float64")
+        return Model.from_pretrained(self.folder, numerics="float64", like="hf")
 
     @cached_property
     def theirs(self) -> dict[str, np.ndarray]:
@@ -96,9 +97,21 @@ def recorded(model: Model, tokens, cache=None):
     return tensors
 
 
+def captured_with_mtp(folder, tokens, dtype: str) -> dict[str, np.ndarray]:
+    """What the adapter brings back of one prompt, the MTP layer's tensors among it."""
+    hf = hf_adapter.load(str(folder), dtype)
+    main = hf_adapter.capture(hf, tokens)[0]
+    return arrays(main | hf_mtp.capture_mtp(hf, hf_mtp.load_mtp(hf, str(folder)), tokens))
+
+
 def arrays(tensors: dict) -> dict[str, np.ndarray]:
     """NumPy arrays of torch tensors."""
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    return {
+        name: tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        if tensor.dtype == torch.bfloat16
+        else tensor.numpy()
+        for name, tensor in tensors.items()
+    }
 
 
 def distance(actual, reference) -> float:

@@ -44,4 +44,11 @@ def test_a_config_that_the_engine_reads_otherwise_is_found(capsys, tmp_path):
     code, found = check(capsys, str(folder), "--like", "vllm")
     assert code == 1
     assert found["first"] == "layers.0.attn_proj.q_a_norm"
-    assert found["cause"] == "q_a and kv_a norms use 1e-6 instead of rms_norm_eps"
+    assert found["mistake"] == "inner_eps_fixed"
+    assert found["cause"] == "with an epsilon of 1e-6 instead of rms_norm_eps"
+
+
+def test_in_bfloat16_every_operator_holds(capsys):
+    code, found = check(capsys, "--mtp", "--dtype", "bfloat16")
+    assert code == 0, found["headline"]
+    assert found["headline"].startswith("every operator holds on its own inputs: 75 tensors")

@@ -3,17 +3,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_mistakes import WRONG, WRONG_ROUTING, routes
 from engine_oracle import CONFIG, TOKENS, fake_capture, write_small_checkpoint
 
+from refmodel.golden.mistakes import MISTAKES
 from refmodel.model import Model
 from scripts.engine_check import check_capture
-from scripts.known_mistakes import MISTAKES, ROUTING_VARIANTS, routes
-
-ABOUT_MTP = ("MTP", "eh_proj")
-SIDE_TAKEN = {  # mistakes that only exist for those who take the other side by default
-    "q_a and kv_a norms use 1e-6 instead of rms_norm_eps": "vllm",
-    "the MTP layer's embedding at position 0 is kept": "vllm",
-}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +21,7 @@ def check(folder, captured, like="hf", **options):
 
 
 def test_an_engine_that_computes_as_we_do_agrees(folder):
-    model = Model.from_pretrained(folder, numerics="float32", compute="float32")
+    model = Model.from_pretrained(folder, numerics="float32", compute="float32", like="hf")
     result = check(folder, fake_capture(model, mtp=True), mtp=True)
     assert result.ok
     assert result.headline.startswith("equal: ")
@@ -36,15 +31,35 @@ def test_an_engine_that_computes_as_we_do_agrees(folder):
     json.dumps(result.to_json())
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.text[:60])
-def test_every_known_mistake_is_found_and_named(folder, mistake):
-    like = SIDE_TAKEN.get(mistake.text, "hf")
-    model = Model.from_pretrained(folder, numerics="float32", like=like)
-    mtp = any(word in mistake.text for word in ABOUT_MTP)
-    changed = mistake.change(model)
-    result = check(folder, fake_capture(changed, mtp), like, mtp=mtp)
+@pytest.mark.parametrize("like", ["hf", "vllm", "mlx"])
+def test_in_bfloat16_operators_are_held_to_their_own_inputs(folder, like):
+    """Drift is no difference; the other side of a rounding is not seen as a fault either, but is counted."""
+    model = Model.from_pretrained(folder, numerics="bfloat16", compute="float32", like=like)
+    result = check(folder, fake_capture(model, mtp=like != "mlx"), like, dtype="bfloat16", mtp=like != "mlx")
+    assert result.ok, result.details
+    assert result.headline.startswith("every operator holds on its own inputs: ")
+
+
+def test_in_bfloat16_the_wrong_operator_is_named(folder):
+    captured = fake_capture(Model.from_pretrained(folder, numerics="bfloat16", like="hf"))
+    name = "layers.1.attn_core.out"
+    tensors = {**captured.tensors, name: captured.tensors[name] * 2}
+    result = check(folder, replace(captured, tensors=tensors, ranks=(tensors,)), dtype="bfloat16")
     assert not result.ok
-    assert result.cause == mistake.text, result.details
+    assert (result.first, result.mistake) == (name, "o_reduced_twice")
+    assert result.details[0] == "operator: o_proj, layer 1"
+    expected, actual = (float(part.split()[-1]) for part in result.details[2].split(", actual"))
+    assert actual == 2 * expected
+    assert result.details[-1].startswith("cause: it equals ours added up twice over the ranks (which leaves 0 of ")
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{wrong.mistake}-{wrong.like}")
+def test_every_wrong_engine_is_found_and_its_mistake_named(folder, wrong):
+    model = Model.from_pretrained(folder, numerics="float32", like=wrong.like)
+    result = check(folder, fake_capture(wrong.change(model), wrong.mtp), wrong.like, mtp=wrong.mtp)
+    assert not result.ok
+    assert result.mistake == wrong.mistake, result.details
+    assert result.cause == next(mistake.text for mistake in MISTAKES if mistake.name == wrong.mistake)
 
 
 def with_routing(captured, layer, ids, weights):
@@ -58,23 +73,23 @@ def with_routing(captured, layer, ids, weights):
     return replace(captured, tensors=tensors, ranks=(tensors,))
 
 
-@pytest.mark.parametrize("variant", ROUTING_VARIANTS[1:], ids=lambda variant: variant.text[:60])
-def test_every_wrong_routing_is_found_and_named(folder, variant):
-    model = Model.from_pretrained(folder, numerics="float32")
+@pytest.mark.parametrize("wrong", WRONG_ROUTING[1:], ids=lambda wrong: wrong.mistake)
+def test_every_wrong_routing_is_found_and_named(folder, wrong):
+    model = Model.from_pretrained(folder, numerics="float32", like="hf")
     captured = fake_capture(model)
     bias = model.weights.layer(1).correction_bias
-    ids, weights = routes(captured.tensors["layers.1.attn_core.router.logits"], bias, CONFIG, variant)
+    ids, weights = routes(captured.tensors["layers.1.attn_core.router.logits"], bias, CONFIG, wrong)
     result = check(folder, with_routing(captured, 1, ids, weights))
     assert not result.ok
     assert result.first.startswith("layers.1.attn_core.router.topk_")
-    assert result.cause == variant.text
+    assert result.mistake == wrong.mistake
 
 
 def test_zero_fill_shows_only_where_choices_are_negative():
     """vllm-project/vllm#13474: two groups of two experts, one group kept; all choices negative but for the bias."""
     config = replace(CONFIG, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
     logits = np.log([[0.8 / 0.2, 0.6 / 0.4, 0.7 / 0.3, 0.1 / 0.9]])  # scores .8 .6 | .7 .1
-    right, zero_fill = replace(ROUTING_VARIANTS[0], masked=-np.inf), ROUTING_VARIANTS[0]
+    right, zero_fill = replace(WRONG_ROUTING[0], masked=-np.inf), WRONG_ROUTING[0]
     for bias, expected in ((0.0, [0, 1]), (-3.0, [2, 3])):
         ids, _ = routes(logits, np.full(4, bias), config, zero_fill)
         assert ids.tolist() == [expected]
@@ -84,7 +99,7 @@ def test_zero_fill_shows_only_where_choices_are_negative():
 
 
 def test_rope_is_named_where_only_the_rotated_part_differs(folder):
-    model = Model.from_pretrained(folder, numerics="float32")
+    model = Model.from_pretrained(folder, numerics="float32", like="hf")
     captured = fake_capture(model)
     q = captured.tensors["layers.0.attn_proj.q"].copy()
     q[5:, 1, -1] += 1
@@ -98,7 +113,7 @@ def test_rope_is_named_where_only_the_rotated_part_differs(folder):
 
 
 def test_the_rank_that_is_wrong_is_named(folder):
-    captured = fake_capture(Model.from_pretrained(folder, numerics="float32"))
+    captured = fake_capture(Model.from_pretrained(folder, numerics="float32", like="hf"))
     name = "layers.0.attn_proj.q"
     whole = captured.tensors[name].copy()
     whole[3, 1, 0] += 1  # head 1 lives on rank 1
@@ -109,7 +124,7 @@ def test_the_rank_that_is_wrong_is_named(folder):
 
 
 def test_generated_tokens_and_drafts_are_compared(folder):
-    model = Model.from_pretrained(folder, numerics="float32")
+    model = Model.from_pretrained(folder, numerics="float32", like="hf")
     generated = model.generate_batch([TOKENS], 6, speculative=True)
     counters = {
         "vllm:spec_decode_num_draft_tokens": generated.drafted,

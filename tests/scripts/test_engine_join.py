@@ -76,11 +76,3 @@ def test_adapters_use_the_names_that_we_record(tmp_path):
     ends = (names.EMBED, names.FINAL_NORM, names.LOGITS)
     assert all(name in tensors for name in ends)
     assert all(names.mtp_name(2, point) in tensors for point in ("enorm", "hnorm", "eh_proj", "norm", "logits"))
-
-
-def test_interleave_undoes_the_half_split_order():
-    from names import interleave
-
-    pairs = np.arange(8)
-    halves = np.concatenate([pairs[0::2], pairs[1::2]])
-    assert halves[interleave(range(8))].tolist() == pairs.tolist()
