@@ -1,17 +1,24 @@
-"""Write goldens: every named tensor of a model, of one layer from a captured input, or FP8 products at V3's shapes.
+"""Write goldens: every named tensor of a model, of one layer from a captured input, or of operators at V3's shapes.
 
 Without DIR the packaged example model. A golden is a .safetensors file whose metadata hold config, numerics, versions,
-the order of the tensors and a tolerance for each.
+the order of the tensors and a tolerance for each. With --ops: `fp8` FP8 products at V3's shapes (2.8 GB, minutes for
+those of 4096 rows), `model` the published set, which is every operator of the model at toy and at V3's shapes and the
+example model (0.25 GB, seconds), `all` both.
 
 Example: refmodel dump --numerics bfloat16 --prompt "def main(" --out out/main.safetensors
          refmodel dump DIR --layers 3 --input hidden.safetensors --out out/layer3.safetensors
          refmodel dump --ops fp8 --case q_b.m64 --out out/ops
+         refmodel dump --ops model --case 'mla_decode\\.v3_' --out out/ops
 """
 
 import argparse
 import json
+import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from scripts.run import add_model_arguments, add_prompt_arguments, open_model, read_prompts
 
@@ -23,11 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     parser.add_argument("--phase", default="prefill", help="prefill (naive MLA) or decode (absorbed MLA)")
     parser.add_argument("--mtp", action="store_true", help="run the MTP layer behind the model, too")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="then N greedy decode steps, as step.S.NAME")
     parser.add_argument("--layers", metavar="L", help="only these layers (3 or 3,4), each from --input")
     parser.add_argument("--input", metavar="FILE", help="tensor file with the rows that enter the layer")
     parser.add_argument("--tensor", metavar="NAME", help="which tensor of --input (default: the only one)")
     parser.add_argument("--part", default="layer", help="layer, attention or ffn (default: layer)")
-    parser.add_argument("--ops", choices=["fp8"], help="operator goldens at V3's shapes instead of a model's tensors")
+    parser.add_argument("--ops", choices=("fp8", "model", "all"), help="operator goldens instead of a model's tensors")
     parser.add_argument("--case", metavar="REGEX", help="with --ops: only the cases whose name matches")
     parser.add_argument("--list", action="store_true", help="with --ops: name the cases and their bytes, write nothing")
     parser.add_argument("--out", type=Path, help="file to write (with --ops: a folder)")
@@ -51,24 +59,42 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dump_model(args):
-    import numpy as np
-
     from refmodel import record
-    from refmodel.generate import Item
 
+    if args.steps < 0:
+        raise ValueError(f"--steps {args.steps}: must be 0 or more")
     model, path = open_model(args, args.directory)
     prompts, _ = read_prompts(args, model, path)
     prompts = [model.check_ids(ids) for ids in prompts]
-    items = [Item(i, ids, model.new_cache(), 0) for i, ids in enumerate(prompts)]
     with record() as tensors:
-        steps = model.step(items, args.phase)
-        if args.mtp:
-            # the last slot of each prompt takes the greedy token
-            shifted = [np.append(ids[1:], step.logits[-1].argmax()) for ids, step in zip(prompts, steps)]
-            pairs = [i._replace(token_ids=t, hidden=s.hidden) for i, t, s in zip(items, shifted, steps)]
-            model.mtp_step(pairs, args.phase)
+        tokens = _pass_by_pass(args, model, prompts)
     named = {**tensors, **{f"request.{i}.prompt": ids for i, ids in enumerate(prompts)}}
-    return _write(args, model, named, {"command": "dump", "checkpoint": path.name, "phase": args.phase})
+    extra = {"command": "dump", "checkpoint": path.name, "phase": args.phase}
+    if args.steps or args.mtp:
+        named |= {f"request.{i}.tokens": ids for i, ids in enumerate(tokens)}
+        extra |= {"steps": args.steps, "mtp": args.mtp}
+    return _write(args, model, named, extra)
+
+
+def _pass_by_pass(args, model, prompts):
+    """A pass over the prompts and `--steps` greedy ones of one token each; the new tokens of each request."""
+    import numpy as np
+
+    from refmodel.generate import Item
+
+    items = [Item(i, ids, model.new_cache(), 0) for i, ids in enumerate(prompts)]
+    tokens, phase, prefix = [[] for _ in prompts], args.phase, ""
+    for number in range(args.steps + 1):
+        steps = model.step(items, phase, prefix)
+        for new, step in zip(tokens, steps):
+            new.append(int(step.logits[-1].argmax()))
+        if args.mtp:  # the last slot takes the token that was just chosen
+            shifted = [np.append(item.token_ids[1:], new[-1]) for item, new in zip(items, tokens)]
+            pairs = [i._replace(token_ids=t, hidden=s.hidden) for i, t, s in zip(items, shifted, steps)]
+            model.mtp_step(pairs, phase, prefix)
+        phase, prefix = "decode", f"step.{number + 1}."
+        items = [Item(i.request, np.int64([new[-1]]), i.cache, i.cache.length) for i, new in zip(items, tokens)]
+    return [np.int64(new) for new in tokens]
 
 
 def _dump_layers(args):
@@ -107,35 +133,64 @@ def _write(args, model, named, extra):
 
 
 def _dump_ops(args):
-    from fp8.goldens import v3_cases
-    from refmodel.golden.bundle import write_bundle
-
-    cases = [case for case in v3_cases() if re.search(args.case or "", case.name)]
-    if not cases:
-        raise ValueError(f"--case {args.case!r} matches none of {', '.join(case.name for case in v3_cases())}")
+    choices = {"fp8": (_fp8_ops,), "model": (_model_ops,), "all": (_fp8_ops, _model_ops)}[args.ops]
+    ops = [op for make in choices for op in make()]
+    chosen = [op for op in ops if re.search(args.case or "", op.name)]
+    if not chosen:
+        few = ", ".join(op.name for op in ops[:: max(1, len(ops) // 8)])
+        raise ValueError(f"--case {args.case!r} matches none of {len(ops)} cases ({few}, ...): --list names them all")
     if args.list:
-        return {"files": [{"name": case.name, "tensors": len(s), "bytes": _bytes(s)} for case in cases
-                          if (s := case.specification())]}  # fmt: skip
+        return {"files": [{"name": op.name, "tensors": op.tensors, "bytes": op.bytes} for op in chosen]}
     if args.out is None:
         raise ValueError("--out DIR is needed: where the operator goldens go")
-    args.out.mkdir(parents=True, exist_ok=True)
     files = []
-    for case in cases:
-        path, tensors = args.out / f"{case.name}.safetensors", dict(case.build())
-        facts = case.metadata()
-        write_bundle(
-            path, tensors, None, "fp8", recipe=facts["recipe"], seed=case.seed, valid=case.valid(), extra=facts
-        )
-        files.append({"name": str(path), "tensors": len(tensors), "bytes": path.stat().st_size})
+    for op in chosen:
+        path = op.write(args.out)
+        files.append({"name": str(path), "tensors": op.tensors, "bytes": path.stat().st_size})
     return {"files": files}
 
 
+class _Op(NamedTuple):
+    """A golden that can be written: its name, what it holds, and `write(folder) -> path`."""
+
+    name: str
+    tensors: int
+    bytes: int
+    write: Callable[[Path], Path]
+
+
+def _fp8_ops():
+    from fp8.goldens import v3_cases
+
+    for case in v3_cases():
+        specification = case.specification()
+        yield _Op(case.name, len(specification), _bytes(specification), partial(_write_fp8, case))
+
+
+def _write_fp8(case, folder):
+    from refmodel.golden.bundle import write_bundle
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path, facts = folder / f"{case.name}.safetensors", case.metadata()
+    tensors, valid = dict(case.build()), case.valid()
+    write_bundle(path, tensors, None, "fp8", recipe=facts["recipe"], seed=case.seed, valid=valid, extra=facts)
+    return path
+
+
+def _model_ops():
+    from refmodel.golden.published import LISTED, build, names, write_set
+
+    listed = json.loads(LISTED.read_text())
+    for name in names():
+        entry = listed[name]
+        yield _Op(
+            name, entry["tensors"], entry["bytes"], lambda folder, name=name: write_set(folder, name, *build(name))
+        )
+
+
 def _bytes(specification):
-    sizes = {"float8_e4m3fn": 1, "bool": 1, "bfloat16": 2, "float32": 4, "int32": 4}
-    total = 0
-    for dtype, shape in specification.values():
-        count = sizes[dtype]
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    import ml_dtypes
+    import numpy as np
+
+    types = {name: np.dtype(getattr(ml_dtypes, name, name)) for name, _ in specification.values()}
+    return sum(types[dtype].itemsize * math.prod(shape) for dtype, shape in specification.values())

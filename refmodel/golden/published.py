@@ -44,7 +44,10 @@ def names(numerics: Sequence[str] = NARROW, shapes: str = "all") -> list[str]:
 
 
 def build(name: str) -> tuple[Model | None, dict[str, np.ndarray]]:
-    """(model or None, tensors) of the set of that name. Raises ValueError for a name that there is not."""
+    """(model or None, tensors) of the set of that name. Raises ValueError for a name that there is not.
+
+    An operator's are `inputs.X`, `outputs.X`, and `valid.X`, booleans, where an output has rows that nothing defines.
+    """
     first, _, rest = name.partition(".")
     if first == "example":
         return example_tensors(rest)
@@ -52,8 +55,8 @@ def build(name: str) -> tuple[Model | None, dict[str, np.ndarray]]:
         raise ValueError(f"no published set {name!r}; names begin with example, {', '.join(OPERATORS)}")
     spec = OPERATORS[first]
     case = spec.case(rest)
-    inputs = {f"inputs.{key}": x for key, x in case.inputs.items()}
-    return None, inputs | {f"outputs.{key}": x for key, x in spec.run(**case.inputs).items()}
+    parts = {"inputs": case.inputs, "outputs": spec.run(**case.inputs), "valid": case.valid}
+    return None, {f"{part}.{key}": x for part, tensors in parts.items() for key, x in tensors.items()}
 
 
 def sets(numerics: Sequence[str] = NARROW, shapes: str = "all") -> Iterator[tuple[str, Model | None, Mapping]]:
@@ -67,7 +70,9 @@ def write_set(folder: Path, name: str, model: Model | None, tensors: Mapping[str
     path = folder / f"{name}.safetensors"
     config = None if model is None else model.config
     numerics = OPERATORS[name.split(".")[0]].numerics if model is None else model.numerics.name
-    write_bundle(path, tensors, config, numerics, extra={"set": name})
+    masks = [key for key in tensors if key.startswith("valid.")]
+    valid = {key.replace("valid.", "outputs."): key for key in masks}
+    write_bundle(path, tensors, config, numerics, valid=valid, extra={"set": name})
     return path
 
 

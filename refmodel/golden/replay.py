@@ -17,6 +17,7 @@ class Step:
 
     requests: which requests of the first pass these are (default: all, in order). slots: cache slot of each one's first
     row (default: behind what its cache holds; less than that where drafts were rejected). phase: the form of attention.
+    mtp_token_ids: the tokens that entered the MTP layer beside these rows, one each; None if it did not run.
     """
 
     lengths: tuple[int, ...]
@@ -24,6 +25,7 @@ class Step:
     phase: str = "decode"
     requests: tuple[int, ...] | None = None
     slots: tuple[int, ...] | None = None
+    mtp_token_ids: np.ndarray | None = None
 
 
 INTEGERS = ("topk_idx",)
@@ -109,38 +111,67 @@ def as_stored(name: str, array: np.ndarray, numerics) -> np.ndarray:
     return round_to(widen(np.ascontiguousarray(array)), target)
 
 
-def step_replays(first: Replay, captured: Mapping[str, np.ndarray], steps: Sequence[Step]) -> list[Replay]:
+def step_replays(
+    first: Replay, captured: Mapping[str, np.ndarray], steps: Sequence[Step], mtp: Replay | None = None
+) -> list[Replay]:
     """A replay of each later pass, whose attention reads the cache rows of the passes before it.
 
-    Raises ValueError for a request that the first pass does not have, or a slot behind the end of its cache.
+    mtp: that of the MTP layer in the first pass; needed where steps state what entered the layer.
+    Raises ValueError for a request that the first pass does not have, a slot behind the end of its cache, or MTP tokens
+    that do not fit the rows or the passes before.
     """
     lengths = dict(enumerate(first.context.lengths))
     history = [(first, tuple(lengths), (0,) * len(lengths))]
+    mtp_history = [] if mtp is None else [(mtp, tuple(lengths), (0,) * len(lengths))]
     made = []
     for number, step in enumerate(steps, 1):
-        requests = tuple(lengths) if step.requests is None else step.requests
-        if len(requests) != len(step.lengths) or not set(requests) <= set(lengths):
-            raise ValueError(
-                f"step {number}: requests {requests} with lengths {step.lengths}; there are {list(lengths)}"
-            )
-        slots = tuple(lengths[r] for r in requests) if step.slots is None else step.slots
-        if any(slot > lengths[r] for r, slot in zip(requests, slots)):
-            raise ValueError(f"step {number}: slots {slots} are behind the ends {[lengths[r] for r in requests]}")
+        requests, slots = _place(number, step, lengths)
         prefix = f"step.{number}."
-        past = _Past(tuple(history), requests, slots)
         context = replace(
             first.context,
             token_ids=None if step.token_ids is None else np.asarray(step.token_ids),
             lengths=tuple(step.lengths),
             phase=step.phase,
             offsets=slots,
-            past=past,
+            past=_Past(tuple(history), requests, slots),
         )
         mine = {n.removeprefix(prefix): captured[n] for n in captured if n.startswith(prefix)}
         made.append(Replay(context, mine, first.operators, prefix=prefix))
         history.append((made[-1], requests, slots))
+        if step.mtp_token_ids is not None:
+            _check_mtp(number, step, len(mtp_history))
+            past = _Past(tuple(mtp_history), requests, slots)
+            made.append(_mtp_step(mtp, made[-1], np.asarray(step.mtp_token_ids), past))
+            mtp_history.append((made[-1], requests, slots))
         lengths |= {r: slot + n for r, slot, n in zip(requests, slots, step.lengths)}
     return made
+
+
+def _place(number: int, step: Step, lengths: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(requests, slots) of a step, where the caches hold `lengths` rows before it."""
+    requests = tuple(lengths) if step.requests is None else step.requests
+    if len(requests) != len(step.lengths) or not set(requests) <= set(lengths):
+        raise ValueError(f"step {number}: requests {requests} with lengths {step.lengths}; there are {list(lengths)}")
+    slots = tuple(lengths[r] for r in requests) if step.slots is None else step.slots
+    if any(slot > lengths[r] for r, slot in zip(requests, slots)):
+        raise ValueError(f"step {number}: slots {slots} are behind the ends {[lengths[r] for r in requests]}")
+    return requests, slots
+
+
+def _check_mtp(number: int, step: Step, passes: int) -> None:
+    rows = sum(step.lengths)
+    if np.shape(step.mtp_token_ids) != (rows,):
+        raise ValueError(
+            f"step {number}: mtp_token_ids {np.shape(step.mtp_token_ids)} must be one for each of {rows} rows"
+        )
+    if passes != number:
+        raise ValueError(f"step {number}: mtp_token_ids are stated for {passes} of the {number} passes before it")
+
+
+def _mtp_step(mtp: Replay, main: Replay, token_ids: np.ndarray, past: "_Past") -> Replay:
+    shift = mtp.context.position_shift
+    context = replace(main.context, token_ids=token_ids, position_shift=shift, past=past)
+    return Replay(context, main.captured, mtp.operators, before=main, prefix=main.prefix)
 
 
 @dataclass(frozen=True)

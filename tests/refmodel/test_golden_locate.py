@@ -360,6 +360,15 @@ def test_steps_that_cannot_be_are_refused():
     for step, words in ((Step((1, 1)), "there are"), (Step((1,), slots=(99,)), "behind the ends")):
         with pytest.raises(ValueError, match=words):
             locate(model, tensors, token_ids=IDS, steps=[step])
+    options = dict(token_ids=IDS, mtp_token_ids=IDS)
+    for steps, words in (
+        ([Step((1,), mtp_token_ids=IDS[:2])], r"step 1: mtp_token_ids \(2,\) must be one for each of 1 rows"),
+        ([Step((1,)), Step((1,), mtp_token_ids=IDS[:1])], "step 2: mtp_token_ids are stated for 1 of the 2 passes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            locate(model, tensors, steps=steps, **options)
+    with pytest.raises(ValueError, match="step 1: mtp_token_ids are stated for 0 of the 1 passes"):
+        locate(model, tensors, token_ids=IDS, steps=[Step((1,), mtp_token_ids=IDS[:1])])
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,47 @@ def test_replay_names_the_operator_and_the_mistake(example_golden, tmp_path, cap
     assert values["findings"][0]["mistake"] == "branch_twice"
     with pytest.raises(ValueError, match="do not go with it"):
         run(example_golden, example_golden, "--replay", "example", "--rtol", "1")
+
+
+@pytest.fixture(scope="module")
+def stepped(tmp_path_factory):
+    from scripts.main import main
+
+    path = tmp_path_factory.mktemp("steps") / "golden.safetensors"
+    prompts = ["--prompt", "6 * 7 = 42", "--prompt", "def f("]
+    assert main(["dump", "--numerics", "fp8", *prompts, "--mtp", "--steps", "3", "--out", str(path)]) == 0
+    return path
+
+
+# vllm-project/vllm#47448: faults that show only in decode
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.1.attn_proj.k_pe",
+        "layers.3.attn_core.heads",  # of the MTP layer, whose keys reach back to the prompt
+        "step.2.layers.1.attn_core.heads",
+        "step.1.layers.3.mtp_embed.enorm",
+        "step.3.layers.3.attn_core.heads",
+    ],
+)
+def test_replay_reaches_decode_steps_and_the_mtp_layer(stepped, name, tmp_path, capsys):
+    assert run(stepped, stepped, "--replay", "example") == 0
+    out = capsys.readouterr().out
+    assert "not replayed" not in out
+    assert int(out.split("bit for bit")[0].split()[-1]) > 400
+    tensors = load_tensors(stepped)
+    tensors[name] = (tensors[name].astype(np.float32) * 1.5).astype(tensors[name].dtype)
+    save_tensors(tmp_path / "bad.safetensors", tensors)
+    assert run(stepped, tmp_path / "bad.safetensors", "--replay", "example", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["first"] == name
+
+
+def test_a_golden_that_states_fewer_tokens_than_steps_is_refused(stepped, tmp_path):
+    from refmodel.golden import read_bundle
+
+    golden = read_bundle(stepped)
+    tensors = dict(golden.tensors)
+    tensors["request.1.tokens"] = tensors["request.1.tokens"][:3]
+    write_bundle(tmp_path / "short.safetensors", tensors, golden.config, "fp8", extra=golden.extra)
+    with pytest.raises(ValueError, match=r"states 3 steps; request\.N\.tokens must hold 4"):
+        run(tmp_path / "short.safetensors", stepped, "--replay", "example")
