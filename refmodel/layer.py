@@ -265,10 +265,15 @@ def final(state, layer, scope):
 
 
 ATTENTION = (
-    Stage("attn_proj", ("hidden",), ("query", "cache"), attn_proj),
-    Stage("attn_core", ("hidden", "query", "cache"), ("hidden", "ffn_input", "topk_idx", "topk_weights"), attn_core),
+    Stage("attn_proj", ("hidden", "sum"), ("query", "cache"), attn_proj),
+    Stage(
+        "attn_core",
+        ("hidden", "sum", "query", "cache"),
+        ("hidden", "sum", "ffn_input", "topk_idx", "topk_weights"),
+        attn_core,
+    ),
 )
-DENSE_LAYER = (*ATTENTION, Stage("mlp", ("hidden", "ffn_input"), ("hidden",), mlp))
+DENSE_LAYER = (*ATTENTION, Stage("mlp", ("hidden", "ffn_input"), ("hidden", "sum"), mlp))
 MOE_LAYER = (
     *ATTENTION,
     Stage("dispatch_send", ("ffn_input", "topk_idx", "topk_weights"), ("exchange",), dispatch_send),
@@ -279,10 +284,10 @@ MOE_LAYER = (
     Stage("combine_forward", ("exchange",), ("exchange",), combine_forward),
     Stage("combine_recv", ("exchange",), ("routed",), combine_recv),
     Stage("shared", ("ffn_input",), ("shared",), shared),
-    Stage("merge", ("hidden", "routed", "shared"), ("hidden",), merge),
+    Stage("merge", ("hidden", "routed", "shared"), ("hidden", "sum"), merge),
 )
 EMBED = Stage("embed", ("token_ids",), ("hidden",), embed)
-FINAL = Stage("final", ("hidden",), ("logits", "mtp_hidden"), final)
+FINAL = Stage("final", ("hidden", "sum", "head_rows"), ("logits", "mtp_hidden"), final)
 
 
 def stages_of(config, layer: int) -> tuple[Stage, ...]:

@@ -162,7 +162,7 @@ def test_an_interrupt_in_an_operation_leaves_one_before_it(monkeypatch):
     expected = tiny_model().forward(some_ids(5, seed=5)).tobytes()
     run.until(stage="merge")
     with monkeypatch.context() as patch:
-        patch.setattr("refmodel.layer.add", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("refmodel.layer.add_branch", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run.next()
         with pytest.raises(KeyboardInterrupt):  # also in running again what came before

@@ -297,7 +297,7 @@ def test_an_operation_that_fails_in_any_way_is_one_line(tmp_path, monkeypatch):
 def test_interrupts_while_something_runs(tmp_path, monkeypatch, presses):
     from refmodel import layer
 
-    add, pressed = layer.add, []
+    add, pressed = layer.add_branch, []
 
     def pressing(*args):
         for _ in range(presses - len(pressed)):
@@ -305,7 +305,7 @@ def test_interrupts_while_something_runs(tmp_path, monkeypatch, presses):
             signal.raise_signal(signal.SIGINT)
         return add(*args)
 
-    monkeypatch.setattr("refmodel.layer.add", pressing)
+    monkeypatch.setattr("refmodel.layer.add_branch", pressing)
     code, out, err = script(tmp_path, ["c", "w", "c", "w"])
     if presses == 1:  # after the operation that runs
         assert (code, err) == (0, "")
