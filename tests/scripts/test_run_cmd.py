@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,8 @@ def test_every_number_of_ranks_and_numerics_under_both_kernels(kernel):
 ])  # fmt: skip
 def test_many_ranks(capsys, tmp_path, ranks, redundant, dispatch):
     args = ["--ranks", str(ranks), "--redundant-experts", str(redundant), "--dispatch", dispatch]
+    begun = time.process_time()
     code, result = run_json(capsys, tmp_path, *args, "--new-tokens", "2")
+    assert time.process_time() - begun < 60
     assert code == 0
     assert result["identical"]
