@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from parallel.timing.inputs import INPUTS
 from scripts.main import main
 
 
@@ -36,6 +37,14 @@ def test_flags_change_inputs_and_hardware_changes_several(capsys):
     assert content["quantities"]["step_published"]["value"] == 1.6 / 21
     content = as_json(capsys, "--hardware", "h20", "--memory", "80e9")
     assert (content["inputs"]["bf16"], content["inputs"]["memory"]) == (148e12, 80e9)
+
+
+def test_every_input_is_a_flag_that_changes_what_follows_from_it(capsys):
+    plain = as_json(capsys)
+    for name, entry in INPUTS.items():
+        content = as_json(capsys, f"--{name.replace('_', '-')}", repr(entry.value * 1.37))
+        assert content["inputs"] == {**plain["inputs"], name: entry.value * 1.37}
+        assert content["quantities"] != plain["quantities"], name
 
 
 def test_text_shows_every_formula_with_its_inputs_and_what_is_left_out(capsys):
