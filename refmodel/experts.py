@@ -6,7 +6,7 @@ import numpy as np
 
 from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, linear
-from refmodel.numerics import Numerics, widen
+from refmodel.numerics import Numerics, round_to, widen
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
 
@@ -26,8 +26,9 @@ class Pairs(NamedTuple):
     expert: np.ndarray  # int [P], ascending
 
 
-def swiglu(gate, up, *, dtype=np.float64):
-    """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I]."""
+def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
+    """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I]. `cast_silu` names a dtype to which silu(gate)
+    is rounded before it meets `up` (deepseek-ai/DeepSeek-V3 inference/model.py, transformers, vLLM)."""
     gate, up = np.asarray(gate), np.asarray(up)
     out = np.empty(gate.shape, np.dtype(dtype))
     with np.errstate(over="ignore"):  # an exponential that overflows gives the 0 that it should
@@ -37,6 +38,8 @@ def swiglu(gate, up, *, dtype=np.float64):
             np.exp(o, out=o)
             o += 1
             np.divide(g, o, out=o)
+            if cast_silu is not None:
+                o[...] = widen(round_to(o, np.dtype(cast_silu)), out.dtype)
             o *= widen(up[part], out.dtype)
     return out
 
@@ -73,7 +76,9 @@ def gated_mlp(x, expert: Expert, numerics: Numerics, emit=None) -> np.ndarray:
     gate_up = project(x, expert.gate_up, numerics)  # [T, 2 I]
     width = gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
-    product = numerics.store(swiglu(gate, up, dtype=numerics.compute), "activation_product")  # [T, I]
+    early = numerics.activation if numerics.switches.silu_dtype == "activation" else None
+    product = swiglu(gate, up, dtype=numerics.compute, cast_silu=early)
+    product = numerics.store(product, "activation_product")  # [T, I]
     if emit is not None:
         emit("gate", gate), emit("up", up), emit("product", product)
     return project(product, expert.down, numerics)  # [T, D]

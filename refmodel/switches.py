@@ -1,15 +1,21 @@
 """Legitimate differences between implementations, each a named switch; `like=` sets an engine's together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 #: engine -> the switches in which it differs from the default
 ENGINES = {
-    "hf": {"norm_order": "cast_then_multiply", "rope_dtype": "activation", "k_pe_order": "half_split"},
+    "hf": {
+        "norm_order": "cast_then_multiply",
+        "rope_dtype": "activation",
+        "k_pe_order": "half_split",
+        "silu_dtype": "activation",
+    },
     "vllm": {
         "norm_order": "cast_then_multiply",
         "norm_input": "sum",
         "rope_dtype": "activation",
+        "silu_dtype": "activation",
         "router_dtype": "activation",
         "router_norm_eps": 0.0,
         "routed_scale_on": "output",
@@ -24,45 +30,65 @@ ENGINES = {
         "inner_norm_eps": None,
         "mtp_position_shift": 0,
     },
-    "mlx": {"router_dtype": "activation", "router_norm_eps": 0.0},
-    "official": {"router_dtype": "activation", "router_norm_eps": 0.0},
+    "mlx": {
+        "norm_order": "cast_then_multiply",
+        "rope_dtype": "activation",
+        "router_dtype": "activation",
+        "router_norm_eps": 0.0,
+    },
+    "official": {"silu_dtype": "activation", "router_dtype": "activation", "router_norm_eps": 0.0},
 }
+
+
+def _switch(default, means: str):
+    return field(default=default, metadata={"means": means})
 
 
 @dataclass(frozen=True)
 class Switches:
     """One choice per difference. The defaults are Hugging Face's values at the vendor's rounding points."""
 
-    #: epsilon of q_a_layernorm and kv_a_layernorm; None takes rms_norm_eps (the engines), Hugging Face fixes 1e-6
-    inner_norm_eps: float | None = 1e-6
-    #: `multiply_then_cast` (vendor), or `cast_then_multiply`: the norm rounds before its weight, too
-    norm_order: str = "multiply_then_cast"
-    #: what a norm behind a residual addition reads: the sum as it is `stored`, or the `sum` before it is rounded
-    norm_input: str = "stored"
-    #: `wide`, or `activation`: cos, sin, both products and their sum are each rounded to the activation dtype
-    rope_dtype: str = "wide"
-    #: order of k_pe in the cache: `interleaved` pairs, or `half_split`, all first numbers before all second ones
-    k_pe_order: str = "interleaved"
-    #: `float32`, or `activation`: router logits are stored in the activation dtype
-    router_dtype: str = "float32"
-    #: added to the sum of the selected scores before dividing; the vendor's code and the engines add nothing
-    router_norm_eps: float = 1e-20
-    #: where routed_scaling_factor is applied: in the `weights`, or on the combined `output`
-    routed_scale_on: str = "weights"
-    #: hidden state that feeds the MTP layer: `post_norm` or `pre_norm` of the final norm
-    mtp_hidden: str = "post_norm"
-    #: vLLM zeroes the embedding that enters the MTP layer at position 0
-    mtp_zero_position_0: bool = False
-    #: RoPE position of MTP slot i is i + shift (1: the token's own position)
-    mtp_position_shift: int = 1
-    #: what one module recycles when it drafts more than one token: its `post_norm` or `pre_norm` output
-    mtp_recycle: str = "post_norm"
+    inner_norm_eps: float | None = _switch(
+        1e-6, "epsilon of q_a_layernorm and kv_a_layernorm; `None` takes `rms_norm_eps`"
+    )
+    norm_order: str = _switch(
+        "multiply_then_cast", "`cast_then_multiply`: a norm rounds before it applies its weight, too"
+    )
+    norm_input: str = _switch(
+        "stored",
+        "what a norm behind a residual addition reads: the sum as it is `stored`, or the `sum` before it is rounded",
+    )
+    rope_dtype: str = _switch(
+        "wide", "`activation`: cos, sin, both products and their sum are each rounded to the activation dtype"
+    )
+    k_pe_order: str = _switch(
+        "interleaved",
+        "order of the rotated part of q and k: `interleaved` pairs, or `half_split`: all first numbers, all second",
+    )
+    silu_dtype: str = _switch("wide", "`activation`: silu(gate) is rounded to the activation dtype before it meets up")
+    router_dtype: str = _switch("float32", "`activation`: router logits are rounded to the activation dtype")
+    router_norm_eps: float = _switch(1e-20, "added to the sum of the selected scores before dividing by it")
+    routed_scale_on: str = _switch(
+        "weights",
+        "where `routed_scaling_factor` is applied: in the `weights`, or on the combined `output`, rounded once more",
+    )
+    mtp_hidden: str = _switch(
+        "post_norm", "hidden state that feeds the MTP layer: `post_norm` or `pre_norm` of the final norm"
+    )
+    mtp_zero_position_0: bool = _switch(
+        False, "whether the embedding that enters the MTP layer at position 0 is zeroed"
+    )
+    mtp_position_shift: int = _switch(1, "RoPE position of MTP slot i is i + shift; 1 is the token's own position")
+    mtp_recycle: str = _switch(
+        "post_norm", "what one module recycles when it drafts more than one token: its `post_norm` or `pre_norm` output"
+    )
 
     CHOICES: ClassVar = {
         "norm_order": ("multiply_then_cast", "cast_then_multiply"),
         "norm_input": ("stored", "sum"),
         "rope_dtype": ("wide", "activation"),
         "k_pe_order": ("interleaved", "half_split"),
+        "silu_dtype": ("wide", "activation"),
         "router_dtype": ("float32", "activation"),
         "routed_scale_on": ("weights", "output"),
         "mtp_hidden": ("post_norm", "pre_norm"),

@@ -29,6 +29,7 @@ OTHER = {
     "norm_input": "sum",
     "rope_dtype": "activation",
     "k_pe_order": "half_split",
+    "silu_dtype": "activation",
     "router_dtype": "activation",
     "router_norm_eps": 0.1,
     "routed_scale_on": "output",
@@ -41,6 +42,7 @@ FIRST = {  # the first tensor that each one touches
     "norm_input": "layers.0.attn_core.norm",
     "rope_dtype": "layers.0.attn_proj.q",
     "k_pe_order": "layers.0.attn_proj.q",
+    "silu_dtype": "layers.0.mlp.product",
     "router_dtype": "layers.1.attn_core.router.logits",
     "router_norm_eps": "layers.1.attn_core.router.topk_weights",
     "routed_scale_on": "layers.1.attn_core.router.topk_weights",
@@ -56,7 +58,7 @@ def test_a_switch_first_changes_its_own_tensor(name):
     assert different[0] == FIRST[name]
 
 
-ROUNDINGS = ["norm_order", "norm_input", "rope_dtype", "k_pe_order", "routed_scale_on", "router_dtype"]
+ROUNDINGS = ["norm_order", "norm_input", "rope_dtype", "k_pe_order", "silu_dtype", "routed_scale_on", "router_dtype"]
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
@@ -81,6 +83,17 @@ def test_rope_that_rounds_each_step_by_hand():
     got = apply_rope(x, np.array([1]), np.array([1.0]), cast_each=np.dtype(ml_dtypes.bfloat16))
     cos, sin = bf16(np.cos(1.0)), bf16(np.sin(1.0))
     assert got.ravel().tolist() == [bf16(cos) - bf16(3 * sin), bf16(sin) + bf16(3 * cos)]
+
+
+def test_silu_that_is_rounded_before_it_meets_up_by_hand():
+    """silu(1.5) = 1.22636 rounds to 1.2265625; times 1.0078125 that is 1.236145..., without it 1.235945..."""
+    import ml_dtypes
+
+    from refmodel import swiglu
+
+    gate, up = np.array([1.5]), np.array([1.0078125])
+    assert swiglu(gate, up, cast_silu=ml_dtypes.bfloat16).tolist() == [1.2265625 * 1.0078125]
+    assert abs(swiglu(gate, up)[0] - 1.5 / (1 + np.exp(-1.5)) * 1.0078125) < 1e-15
 
 
 def test_every_engine_names_real_switches():
