@@ -169,7 +169,11 @@ def _number(value) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
-SCALES = {"B": ((1e9, "GB"), (1e3, "kB")), "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), "FLOP/s": ((1e12, "TFLOPS"),)}
+SCALES = {
+    "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")),
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
+    "FLOP/s": ((1e12, "TFLOPS"),),
+}
 
 
 def readable(value: float, unit: str) -> str:

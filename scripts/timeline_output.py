@@ -33,6 +33,8 @@ def print_programs(args, programs, ranks) -> int:
 
 def write(args, result, shown, window, title, content, unit=MILLISECONDS) -> None:
     """The drawing and the trace, where they were asked for; their names go into `content`."""
+    for path in filter(None, (args.svg, args.trace)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     if args.svg:
         Path(args.svg).write_text(svg(result, shown, title, window, unit), encoding="utf-8")
         content["svg"] = args.svg

@@ -15,6 +15,8 @@ FORWARDS = ("F", 1.0)  # a pipeline's times are in units of one forward
 
 def profile(args) -> int:
     """A profiler trace by kernel kind, beside what the model gives to a training layer."""
+    if args.svg or args.trace:
+        raise ValueError("--measured with a profiler trace gives a table of kernels: --svg and --trace draw schedules")
     kernels = read_profile(args.measured)
     found, hidden = families(kernels), overlap(kernels)
     model = training_model(ranks=args.ranks or 64, gpu=args.hardware)

@@ -54,6 +54,7 @@ def test_text_shows_every_formula_with_its_inputs_and_what_is_left_out(capsys):
     assert "note: left out: gate" in text
     assert "The bound is set by the network." in text
     assert "Exercise" not in text
+    assert "weights of the MTP layer, its projection at 1 byte: 421.76 MB" in estimate(capsys, "--section", "memory")
     whole = estimate(capsys)
     for word in (
         "$87,072",

@@ -56,7 +56,7 @@ def test_text_has_a_gantt_and_what_is_left_out(capsys):
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_drawings_and_traces_are_written(capsys, tmp_path, phase):
-    svg, trace = tmp_path / "drawing.svg", tmp_path / "trace.json"
+    svg, trace = tmp_path / "new/drawing.svg", tmp_path / "new/deep/trace.json"
     content = as_json(capsys, "--phase", phase, *SMALL, "--svg", str(svg), "--trace", str(trace))
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     events = json.loads(trace.read_text())["traceEvents"]
@@ -124,6 +124,8 @@ def test_a_profiler_trace_beside_the_training_model(capsys, tmp_path):
     assert content["families"]["combine"]["mean"] == pytest.approx(7e-3)
     assert content["families"]["combine"]["model"] == pytest.approx(3.729e-3, rel=1e-3)
     assert "1 kernels in 7.00 ms" in timeline(capsys, "--measured", str(path))
+    assert main(["timeline", "--measured", str(path), "--svg", str(tmp_path / "a.svg")]) == 2
+    assert "--svg and --trace draw schedules" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
