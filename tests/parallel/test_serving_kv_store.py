@@ -58,7 +58,9 @@ def test_the_same_two_blocks_again_hit_one(tmp_path):  # vllm-project/vllm#25267
     assert store.read(PROMPT[:9]).num_tokens == 8
 
 
-def test_a_block_that_looks_ahead_needs_the_right_successor(tmp_path):  # vllm-project/vllm#50438
+def test_a_block_that_looks_ahead_needs_the_right_successor(
+    tmp_path,
+):  # vllm-project/vllm#50438, vllm-project/vllm-ascend#9247
     space = dataclasses.replace(SPACE, lookahead=1)
     store = KVStore(tmp_path, space)
     store.write(PROMPT[:9], payloads(PROMPT[:9], space))

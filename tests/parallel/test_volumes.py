@@ -104,8 +104,10 @@ def test_bytes_behind_published_low_latency_bandwidth():
     metric = volumes.deepep()
     assert set(metric["num_dispatch_comm_bytes"]) == {7_585_792}
     assert set(metric["num_combine_comm_bytes"]) == {14_680_064}
-    for time_us, gigabytes in ((77, 98.5), (194, 39.1)):
-        assert round(7_585_792 / time_us / 1e3, 1) == gigabytes
+    for size, time_us, gigabytes in (
+        (7_585_792, 77, 98.5), (7_585_792, 194, 39.1), (14_680_064, 114, 128.8), (14_680_064, 360, 40.8),
+    ):  # fmt: skip
+        assert round(size / time_us / 1e3, 1) == gigabytes
     tables[3][0, :] = -1  # each -1 takes one message away
     less = count_volumes(tables, 256, Topology(16), 7168, dispatch="low_latency").deepep()
     assert less["num_dispatch_comm_bytes"][3] == 7_585_792 - 8 * 7408

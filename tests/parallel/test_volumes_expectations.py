@@ -46,6 +46,8 @@ def test_probabilities_equal_the_enumeration():
 @pytest.mark.parametrize(
     ("experts", "ranks", "expected_ranks", "expected_nodes"),
     [
+        (256, 2, 1.993020, 1),
+        (256, 4, 3.614214, 1),
         (256, 8, 5.294652, 1),
         (256, 16, 6.523280, 1.993020),
         (256, 32, 7.266800, 3.614214),
