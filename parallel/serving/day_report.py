@@ -13,7 +13,6 @@ from parallel.serving.economics import (
 )
 from parallel.serving.fleet import Day, Rates, autoscale, need, prefill_without_cache, split, time_mean
 
-SECONDS_PER_DAY = 86_400
 LATENT_BYTES = 576 * 2 * 61  # bfloat16 rows of 61 layers, without the MTP layer
 
 

@@ -224,11 +224,6 @@ PRESETS = {
 }
 
 
-def drawn_loads(layers: LayerPlan, draw: Callable[[int], Loads]) -> dict[int, Loads]:
-    """Loads of every MoE layer, `draw(layer)` for each."""
-    return {layer: draw(layer) for layer in layers.moe}
-
-
 def stage_table(scenario: Scenario) -> dict[str, np.ndarray]:
     """Seconds of each stage of one MoE layer and of `dispatch` and `combine`, float64 [R]: micro-batches added up."""
     prices = Prices(scenario)
