@@ -110,7 +110,7 @@ def attention(context, q, kv_latent, k_pe, *, layer, **mistake):
         cache.write(layer, 0, all_rows)
         segments.append(Segment(cache, offset, here.start, here.stop))
     batch = SimpleNamespace(segments=segments, phase=context.phase)
-    state = SimpleNamespace(config=config, numerics=context.numerics, batch=batch)
+    state = SimpleNamespace(config=config, numerics=context.numerics, weights=context.weights, batch=batch)
     return attend_batch(state, context.weights.layer(layer), layer, q)
 
 

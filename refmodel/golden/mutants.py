@@ -17,6 +17,7 @@ from refmodel.golden.locate import Location, locate, operator_rule
 from refmodel.golden.metrics import measure
 from refmodel.golden.mistakes import MISTAKES, Mistake, mistakes_of
 from refmodel.golden.operators import Context, Operator, mtp_operators, operators
+from refmodel.golden.passes import stated_passes
 from refmodel.golden.replay import Replay
 from refmodel.golden.topk import compare_routes, ids_of, is_topk_idx
 from refmodel.model import Model
@@ -206,10 +207,9 @@ def plant(golden_path, mistake: str, tensor: str, out) -> None:
     known = {m.name: m for m in MISTAKES}
     if mistake not in known:
         raise ValueError(f"no mistake {mistake!r}; there are {', '.join(known)}")
-    prompts = sorted(name for name in golden.order if name.startswith("request."))
-    ids = [np.asarray(golden.tensors[name]) for name in prompts]
+    stated = stated_passes(golden)
     judge = Model.from_pretrained(EXAMPLE, numerics=golden.numerics)
-    made = Engine(judge, judge, np.concatenate(ids), tuple(map(len, ids)))
+    made = Engine(judge, judge, stated["token_ids"], stated["lengths"])
     op = next((o for o in made.operators if tensor in o.outputs), None)
     if op is None or op.kind not in known[mistake].kinds:
         raise ValueError(

@@ -194,3 +194,13 @@ def test_a_golden_that_states_fewer_tokens_than_steps_is_refused(stepped, tmp_pa
     write_bundle(tmp_path / "short.safetensors", tensors, golden.config, "fp8", extra=golden.extra)
     with pytest.raises(ValueError, match=r"states 3 steps; request\.N\.tokens must hold 4"):
         run(tmp_path / "short.safetensors", stepped, "--replay", "example")
+
+
+def test_a_fault_is_planted_in_the_first_pass_of_a_golden_with_steps(stepped, tmp_path, capsys):
+    from refmodel.golden import mutants
+
+    name, out = "layers.1.attn_proj.k_pe", tmp_path / "engine.safetensors"
+    mutants.main(["--golden", str(stepped), "--plant", "rope_missing", "--at", name, "--out", str(out)])
+    assert run(stepped, out, "--replay", "example", "--json") == 1
+    values = json.loads(capsys.readouterr().out)
+    assert (values["first"], values["findings"][0]["mistake"]) == (name, "rope_missing")
