@@ -27,8 +27,11 @@ class Pairs(NamedTuple):
 
 
 def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
-    """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I]. `cast_silu` names a dtype to which silu(gate)
-    is rounded before it meets `up` (deepseek-ai/DeepSeek-V3 inference/model.py, transformers, vLLM)."""
+    """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I].
+
+    `cast_silu` names a dtype to which silu(gate) is rounded before it meets `up` (deepseek-ai/DeepSeek-V3
+    inference/model.py, transformers, vLLM).
+    """
     gate, up = np.asarray(gate), np.asarray(up)
     out = np.empty(gate.shape, np.dtype(dtype))
     with np.errstate(over="ignore"):  # an exponential that overflows gives the 0 that it should
@@ -71,31 +74,70 @@ def project(x, weight, numerics: Numerics):
     return numerics.store(linear(linear_input(x, weight, numerics), weight), "linear")
 
 
-def gated_mlp(x, expert: Expert, numerics: Numerics, emit=None) -> np.ndarray:
-    """down(silu(gate(x)) * up(x)) with its rounding points: [T, D] (or quantised rows) -> [T, D]."""
-    gate_up = project(x, expert.gate_up, numerics)  # [T, 2 I]
-    width = gate_up.shape[1] // 2
-    gate, up = gate_up[:, :width], gate_up[:, width:]
+def activate(gate_up, numerics: Numerics):
+    """(gate, up, silu(gate) * up, rounded), each [n, I], from the product of both [n, 2 I]."""
+    gate, up = np.split(gate_up, 2, axis=1)
     early = numerics.activation if numerics.switches.silu_dtype == "activation" else None
     product = swiglu(gate, up, dtype=numerics.compute, cast_silu=early)
-    product = numerics.store(product, "activation_product")  # [T, I]
+    return gate, up, numerics.store(product, "activation_product")
+
+
+def gated_mlp(x, expert: Expert, numerics: Numerics, emit=None) -> np.ndarray:
+    """down(silu(gate(x)) * up(x)) with its rounding points: [T, D] (or quantised rows) -> [T, D]."""
+    gate, up, product = activate(project(x, expert.gate_up, numerics), numerics)
     if emit is not None:
         emit("gate", gate), emit("up", up), emit("product", product)
     return project(product, expert.down, numerics)  # [T, D]
 
 
-def run_pairs(pairs: Pairs, apply, out: np.ndarray) -> np.ndarray:
+def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, together: int, emit=None) -> np.ndarray:
     """Every pair through its expert, into `out` [P, D] in the order of the pairs; returns `out`.
 
-    `apply(e, rows)` is expert e on rows [n, D] (an array, or quantised rows). Experts without rows are not called.
+    `expert_of(e)` is the Expert of id e; experts without rows are not asked for. Experts that follow each other and
+    have up to `together` rows share what is done row by row (gathering, quantising, activation); each multiplies its
+    own rows. `emit(name, array, start, stop)` gets the tensors in between, of pairs start .. stop - 1.
     """
-    counts = np.bincount(pairs.expert) if len(pairs.expert) else pairs.expert
-    ids = np.flatnonzero(counts)
-    ends = np.cumsum(counts[ids])
-    start = 0
-    for e, end in zip(ids.tolist(), ends.tolist()):
-        out[start:end] = apply(e, take_rows(pairs.x, pairs.row[start:end]))
-        start = end
+    for spans in _neighbours(pairs.expert, together):
+        first, last = spans[0][1], spans[-1][2]
+        experts = [expert_of(e) for e, _, _ in spans]
+        cuts = [slice(start - first, stop - first) for _, start, stop in spans]
+        x = linear_input(take_rows(pairs.x, pairs.row[first:last]), experts[0].gate_up, numerics)
+        gate_up = numerics.store(_own_rows(x, [expert.gate_up for expert in experts], cuts), "linear")  # [n, 2 I]
+        gate, up, product = activate(gate_up, numerics)
+        if emit is not None:
+            for name, array in (("gate", gate), ("up", up), ("product", product)):
+                emit(name, array, first, last)
+        x = linear_input(product, experts[0].down, numerics)
+        out[first:last] = numerics.store(_own_rows(x, [expert.down for expert in experts], cuts), "expert_row")
+    return out
+
+
+def _neighbours(expert, together):
+    """Lists of (expert, start, stop) of sorted pairs, of neighbours that have up to `together` rows, or of one."""
+    counts = np.bincount(expert) if len(expert) else expert
+    ids, start, spans = np.flatnonzero(counts), 0, []
+    for e, stop in zip(ids.tolist(), np.cumsum(counts[ids]).tolist()):
+        if spans and stop - spans[0][1] > together:
+            yield spans
+            spans = []
+        spans.append((e, start, stop))
+        start = stop
+    if spans:
+        yield spans
+
+
+def _own_rows(x, weights, cuts):
+    """Each weight times its own rows of x: [n, N], unrounded."""
+    if len(weights) == 1:
+        return linear(x, weights[0])
+    parts = [linear(take_rows(x, cut), weight) for cut, weight in zip(cuts, weights)]
+    return np.concatenate(parts)
+
+
+def run_pairs(pairs: Pairs, apply, out: np.ndarray) -> np.ndarray:
+    """`run_experts` for any function: `apply(e, rows)` is expert e on rows [n, D] (an array, or quantised rows)."""
+    for ((e, start, stop),) in _neighbours(pairs.expert, 0):
+        out[start:stop] = apply(e, take_rows(pairs.x, pairs.row[start:stop]))
     return out
 
 
@@ -108,8 +150,9 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     """The one-reduction combine: sum over slots in top-k order of weight * row, then one rounding.
 
     rows [P, D] expert outputs; index int [T, K] names the row of each slot, -1 for a slot without an expert;
-    topk_weights [T, K]; result [T, D]. Product and running sum are each rounded to the wide dtype (float32; float64 in float64
-    numerics), as DeepEP's low-latency combine does on the token's own rank (csrc/kernels/legacy/internode_ll.cu).
+    topk_weights [T, K]; result [T, D]. Product and running sum are each rounded to the wide dtype (float32; float64
+    in float64 numerics), as DeepEP's low-latency combine does on the token's own rank
+    (csrc/kernels/legacy/internode_ll.cu).
     """
     (T, K), D = index.shape, rows.shape[1]
     out = np.empty((T, D), numerics.activation)

@@ -8,17 +8,22 @@ between stages, the trace names tensors by them.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from refmodel.cache import LatentCache
-from refmodel.experts import gated_mlp, project, quantize_rows, run_pairs
+from refmodel.experts import gated_mlp, project, quantize_rows, run_experts
 from refmodel.linear import linear
 from refmodel.mla import attend_batch, project_query_and_latent
 from refmodel.norm import rms_norm
+from refmodel.rope import rotation
 from refmodel.router import route
 from refmodel.trace import Scope, recording
+
+# rows of experts that share what is done row by row: as many as stay in a core's cache
+_TOGETHER = 256
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ class State:
     @property
     def numerics(self):
         return self.weights.numerics
+
+    @cached_property
+    def rotation(self):
+        """cos and sin of the batch's positions, for all layers."""
+        return rotation(self.batch.positions, *self.weights.frequencies, self.numerics.compute, self.numerics.rope_cast)
 
 
 class Stage(NamedTuple):
@@ -183,23 +193,20 @@ def dispatch_recv(state, layer, scope):
 
 
 def experts(state, layer, scope):
-    pairs, numerics = state.values.pop("pairs"), state.numerics
-    exchange, all_experts = state.values["exchange"], state.weights.layer(layer).experts
-    logical = exchange.logical_expert  # the ids of pairs are this rank's own slots
+    pairs, exchange = state.values.pop("pairs"), state.values["exchange"]
+    all_experts = state.weights.layer(layer).experts
     slots = exchange.pair_slots() if recording() else None  # row of each pair among [T * K] of the whole batch
-    done = 0
+    emit = None
+    if slots is not None:
 
-    def apply(e, rows):
-        nonlocal done
-        emit = None
-        if slots is not None:
-            emit = Scope(scope.prefix, slots[done : done + rows.shape[0]]).emit
-        out = numerics.store(gated_mlp(rows, all_experts[logical(e)], numerics, emit), "expert_row")
-        done += len(out)
-        return out
+        def emit(name, array, start, stop):
+            Scope(scope.prefix, slots[start:stop]).emit(name, array)
 
-    rows = np.empty((len(pairs.row), state.config.hidden_size), numerics.activation)
-    state.values["expert_rows"] = run_pairs(pairs, apply, rows)
+    rows = np.empty((len(pairs.row), state.config.hidden_size), state.numerics.activation)
+    together = _TOGETHER if all_experts.kept else 0  # what is decoded for one call is held one expert at a time
+    # the ids of pairs are this rank's own slots
+    expert_of = lambda e: all_experts[exchange.logical_expert(e)]  # noqa: E731
+    state.values["expert_rows"] = run_experts(pairs, expert_of, state.numerics, rows, together, emit)
     if slots is not None:
         Scope(scope.prefix, slots).emit("out", rows)
 

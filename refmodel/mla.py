@@ -13,7 +13,7 @@ from refmodel.cache import PAGE_SIZE
 from refmodel.experts import project
 from refmodel.linear import matmul_rows
 from refmodel.norm import rms_norm
-from refmodel.rope import apply_rope, softmax_scale, yarn_frequencies
+from refmodel.rope import rotate
 
 # requests are attended to together while their keys fit a core's second-level cache, and few tokens are new
 _GROUP_BYTES = 2 << 20
@@ -45,19 +45,9 @@ def project_query_and_latent(state, weights, x, scope):
 
 def _rotate(state, x):
     """RoPE of the batch's positions on x [T, heads, P], rounded."""
-    config, numerics = state.config, state.numerics
-    inv_freq, amplitude = yarn_frequencies(config)
-    early = numerics.activation if numerics.switches.rope_dtype == "activation" else None
-    turned = apply_rope(
-        x,
-        state.batch.positions,
-        inv_freq,
-        config.rope_interleave,
-        amplitude=amplitude,
-        dtype=numerics.compute,
-        cast_each=early,
-    )
-    if numerics.switches.k_pe_order == "half_split" and config.rope_interleave:
+    numerics, interleaved = state.numerics, state.config.rope_interleave
+    turned = rotate(x, *state.rotation, interleaved, numerics.rope_cast)
+    if numerics.switches.k_pe_order == "half_split" and interleaved:
         turned = np.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)  # queries too: scores do not change
     return numerics.store(turned, "rope")
 
@@ -89,7 +79,7 @@ def _attend_naive(state, weights, layer, query):
     for segment in _with_tokens(state.batch.segments):
         rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
         k, v = _expand(state, weights, segment.cache.rows(layer, keys))
-        part = attend_blocks(q[rows], k, v, keys, softmax_scale(config), segment.cache_offset)
+        part = attend_blocks(q[rows], k, v, keys, state.weights.softmax_scale, segment.cache_offset)
         heads[rows], lse[rows] = part
     return numerics.store(heads, "attention"), lse
 
@@ -126,10 +116,10 @@ def _attend_absorbed(state, weights, layer, query):
             segment.cache.read_blocks(layer, count, out)  # [nb, 64, C + P]
         if len(group) == 1:
             part = attend_blocks(
-                q[rows[0]], blocks, blocks[..., :C], int(keys[0]), softmax_scale(config), group[0].cache_offset
+                q[rows[0]], blocks, blocks[..., :C], int(keys[0]), state.weights.softmax_scale, group[0].cache_offset
             )
         else:
-            part = attend_requests(q[rows], blocks, blocks[..., :C], keys, softmax_scale(config))
+            part = attend_requests(q[rows], blocks, blocks[..., :C], keys, state.weights.softmax_scale)
         latent[rows], lse[rows] = part
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]

@@ -69,7 +69,6 @@ class Numerics:
             raise ValueError(f"compute = {compute}: operators compute in float64 or float32")
         if self.name == "float64" and compute != float64:
             raise ValueError("numerics float64 with compute float32: float64 results need float64 arithmetic")
-
         activation = {"float64": float64, "float32": float32}.get(self.name, bfloat16)
         wide = float64 if self.name == "float64" else float32
         dtypes = {point: {"activation": activation, "wide": wide}[kind] for point, kind in ROUNDING_POINTS.items()}
@@ -81,6 +80,11 @@ class Numerics:
     def fp8(self) -> bool:
         """Whether the inputs of FP8 linears are quantised."""
         return self.name == "fp8"
+
+    @property
+    def rope_cast(self) -> np.dtype | None:
+        """The dtype to which RoPE rounds its factors and products, where an engine rotates in the activation dtype."""
+        return self.activation if self.switches.rope_dtype == "activation" else None
 
     def store(self, x: np.ndarray, point: str) -> np.ndarray:
         """Round `x` once to the dtype of the named rounding point."""

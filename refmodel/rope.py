@@ -83,17 +83,31 @@ def apply_rope(
             f"apply_rope: x {x.shape} needs {P // 2} frequencies and {x.shape[-3]} positions, "
             f"got {len(inv_freq)} and {len(positions)}"
         )
-    dtype = np.dtype(dtype)
+    cos, sin = rotation(positions, inv_freq, amplitude, np.dtype(dtype), cast_each)
+    return rotate(x, cos, sin, interleaved, cast_each)
+
+
+def rotation(positions, inv_freq, amplitude, dtype, cast_each=None) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin [T, 1, P/2] in `dtype` for `rotate`: computed once for all layers."""
     angle = np.asarray(positions, np.float64)[:, None] * inv_freq  # [T, P/2]
-    rounded = (lambda value: value) if cast_each is None else (lambda value: widen(round_to(value, cast_each), dtype))
-    cos = rounded((np.cos(angle) * amplitude).astype(dtype))[:, None, :]  # [T, 1, P/2]
-    sin = rounded((np.sin(angle) * amplitude).astype(dtype))[:, None, :]
-    x = widen(x, dtype)
-    out = np.empty(x.shape, dtype)
+    cos, sin = ((wave(angle) * amplitude).astype(dtype)[:, None, :] for wave in (np.cos, np.sin))
+    return _cast(cos, cast_each), _cast(sin, cast_each)
+
+
+def rotate(x, cos, sin, interleaved: bool = True, cast_each=None) -> np.ndarray:
+    """`apply_rope` with its cos and sin at hand; the result has their dtype."""
+    half = x.shape[-1] // 2
+    x = widen(x, cos.dtype)
+    out = np.empty(x.shape, cos.dtype)
     if interleaved:
         real, imag, to_real, to_imag = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
     else:
-        real, imag, to_real, to_imag = x[..., : P // 2], x[..., P // 2 :], out[..., : P // 2], out[..., P // 2 :]
-    np.subtract(rounded(real * cos), rounded(imag * sin), out=to_real)
-    np.add(rounded(real * sin), rounded(imag * cos), out=to_imag)
+        real, imag, to_real, to_imag = x[..., :half], x[..., half:], out[..., :half], out[..., half:]
+    np.subtract(_cast(real * cos, cast_each), _cast(imag * sin, cast_each), out=to_real)
+    np.add(_cast(real * sin, cast_each), _cast(imag * cos, cast_each), out=to_imag)
     return out
+
+
+def _cast(value, dtype):
+    """Rounded to a narrower dtype and back."""
+    return value if dtype is None else widen(round_to(value, dtype), value.dtype)

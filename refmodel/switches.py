@@ -61,6 +61,11 @@ class Switches:
     rope_dtype: str = _switch(
         "wide", "`activation`: cos, sin, both products and their sum are each rounded to the activation dtype"
     )
+    yarn_max_seq_len: int | None = _switch(
+        None,
+        "runtime length of the vendor's demo, which applies YaRN only where it exceeds the original length; "
+        "`None`: as the config says",
+    )
     k_pe_order: str = _switch(
         "interleaved",
         "order of the rotated part of q and k: `interleaved` pairs, or `half_split`: all first numbers, all second",

@@ -7,6 +7,7 @@ decoded, and dropped again.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +16,7 @@ from fp8 import quantize
 from refmodel.experts import Expert
 from refmodel.linear import DenseWeight, Fp8Weight
 from refmodel.numerics import Numerics, round_to, widen
+from refmodel.rope import softmax_scale, yarn_frequencies
 from refmodel.schema import needed_tensors
 
 #: bytes of decoded weights that may be kept
@@ -64,6 +66,24 @@ class Weights:
             return self.source.block_scaled(name)
         # a bfloat16 copy of an FP8 model, or a random one: quantised as the released weights were
         return quantize(_as_float(self.source.array(name)), (128, 128), self.numerics.recipe, "float32")
+
+    @cached_property
+    def _rope_config(self):
+        """The config that RoPE and the softmax scale read: without YaRN where the demo's rule leaves it out."""
+        longest, scaling = self.numerics.switches.yarn_max_seq_len, self.config.rope_scaling
+        if longest is None or scaling is None or longest > scaling.original_max_position_embeddings:
+            return self.config
+        return replace(self.config, rope_scaling=None)
+
+    @cached_property
+    def frequencies(self) -> tuple[np.ndarray, float]:
+        """`yarn_frequencies` of the model."""
+        return yarn_frequencies(self._rope_config)
+
+    @cached_property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return softmax_scale(self._rope_config)
 
     @cached_property
     def embedding(self) -> np.ndarray:
@@ -157,7 +177,7 @@ class Experts(Sequence):
     """Experts by id, made when first touched, and kept if the model is small enough."""
 
     def __init__(self, make, count: int, keep: bool):
-        self._make, self._keep = make, keep
+        self._make, self.kept = make, keep
         self._made: list[Expert | None] = [None] * count
 
     def __len__(self):
@@ -167,7 +187,7 @@ class Experts(Sequence):
         made = self._made[e]
         if made is None:
             made = self._make(f"mlp.experts.{e}")
-            if self._keep:
+            if self.kept:
                 self._made[e] = made
         return made
 

@@ -41,6 +41,7 @@ FIRST = {  # the first tensor that each one touches
     "norm_order": "layers.0.attn_proj.norm",
     "norm_input": "layers.0.attn_core.norm",
     "rope_dtype": "layers.0.attn_proj.q",
+    "yarn_max_seq_len": "layers.0.attn_proj.q",
     "k_pe_order": "layers.0.attn_proj.q",
     "silu_dtype": "layers.0.mlp.product",
     "router_dtype": "layers.1.attn_core.router.logits",
@@ -104,3 +105,12 @@ def test_every_engine_names_real_switches():
     assert Switches.like(None) == Switches()
     with pytest.raises(ValueError, match="switch norm_order = 'x'"):
         Switches(norm_order="x")
+
+
+def test_the_demo_s_rule_for_yarn():
+    # deepseek-ai/DeepSeek-V3 inference/model.py: YaRN only where max_seq_len exceeds the original length (64 here)
+    plain = replace(CONFIG, rope_scaling=None)
+    without = Model(RandomTensors(plain, 0), plain, Numerics("float64")).forward(some_ids(12))
+    for longest, expected in ((64, without), (65, run(Switches(), "float64")["final.logits"])):
+        got = run(Switches(yarn_max_seq_len=longest), "float64")["final.logits"]
+        assert got.tobytes() == expected.tobytes()
