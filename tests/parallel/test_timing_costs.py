@@ -174,6 +174,9 @@ def test_node_limited_traffic_by_hand():
     traffic = node_limited(10, Topology(4, 2), TINY)["dispatch"]
     assert traffic.rdma_out[0] == pytest.approx(10 * nodes / 2 * (4 + 4))
     assert traffic.nvlink_out[0] == pytest.approx(10 * ranks / 2 * (4 + 4))
+    traffic = node_limited(10, Topology(4, 2), TINY)["combine"]
+    assert traffic.rdma_in[3] == pytest.approx(10 * nodes / 2 * 8)
+    assert traffic.nvlink_in[3] == pytest.approx(10 * ranks / 2 * 8)
     assert node_limited(10, Topology(2, 2), TINY)["dispatch"].rdma_out[0] == 0
 
 
