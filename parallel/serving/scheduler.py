@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parallel.serving.balance import balance
+from parallel.serving.balance import balance, decode_cost, prefill_cost
 from parallel.serving.pages import PagePool
 from parallel.serving.requests import Chunk, Engine, Request, Status
 
@@ -210,16 +210,20 @@ class Scheduler:
         start = np.array([self._load(rank) for rank in range(len(self.pools))])  # [R, 4]
         start[:, 0] = [(pool.num_pages - pool.free) * size for pool in self.pools]
         capacity = [self.engine.num_pages * size, self.config.max_requests, np.inf, np.inf]
-        cost = np.array([self._cost(request) for request in group])
-        return balance(cost, len(self.pools), self.config.policy, start, capacity).bins.tolist()
+        return balance(self._costs(group), len(self.pools), self.config.policy, start, capacity).bins.tolist()
 
     def _load(self, rank: int) -> np.ndarray:
-        return np.sum([[0.0] * 4, *(self._cost(request) for request in self._occupants(rank))], axis=0)
+        return self._costs(self._occupants(rank)).sum(axis=0)
 
-    def _cost(self, request: Request) -> list[float]:
-        rows = self.pools[0].pages_for(request.length + self.config.draft_tokens) * self.engine.page_size
-        todo = request.remaining
-        return [float(rows), 1.0, request.cached * todo + todo * (todo + 1) / 2, float(todo)]
+    def _costs(self, requests) -> np.ndarray:
+        """[n, 4]: rows of the cache that a request holds, one request, query-key pairs and tokens still to compute."""
+        requests = list(requests)
+        rows = [
+            self.pools[0].pages_for(request.length + self.config.draft_tokens) * self.engine.page_size
+            for request in requests
+        ]
+        todo = prefill_cost([request.remaining for request in requests], [request.cached for request in requests])
+        return np.concatenate([decode_cost(rows), todo], axis=1)
 
     def _enter(self, request: Request, rank: int) -> None:
         pool = self.pools[rank]

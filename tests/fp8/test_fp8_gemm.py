@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8 import E4M3, E5M2, KERNELS, BlockScaled, GemmRule, block_product, decode, encode, gemm, quantize
-from fp8.exact import E4M3_PRODUCTS, codes_extent, exact_operands, format_extent, is_exact
+from fp8.exact import E4M3_PRODUCTS, Extent, codes_extent, exact_operands, format_extent, is_exact
 from fp8.goldens import GoldenCase
 
 F = np.float32
@@ -150,6 +150,9 @@ def test_certificate_by_hand():
     assert is_exact(10, e4m3, e5m2)
     assert not is_exact(11, e4m3, e5m2)
     assert not is_exact(2, e5m2, e5m2)
+    one = Extent(1.0, 1.0)
+    assert is_exact(2**53, one, one)
+    assert not is_exact(2**53 + 2, one, one)
     assert codes_extent(encode(np.array([3.0, -0.5, 0.0, np.nan]), E5M2)) == (3.0, 0.5)
 
 

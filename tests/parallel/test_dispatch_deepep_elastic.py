@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from dispatch_oracle import BF16, random_batch
+from test_dispatch_deepep_normal import Capture
 
 import fp8
 from parallel.dispatch import CapacityError, elastic_dispatch, elastic_expand, elastic_reduce
@@ -36,6 +37,20 @@ def test_rows_stand_by_source_and_token(topology, mode):
         assert len(result.recv_x) == row
         assert result.num_recv_tokens_per_rank.tolist() == per_rank
         assert result.recv_topk_idx.dtype == result.recv_src_token_idx.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("topology", "mode"), [(Topology(4, 2), "hybrid"), (Topology(4, 2), "direct"), (Topology(4), "")]
+)
+def test_counts_that_travel_by_hand(topology, mode):
+    """2 experts a rank: A -> 0, 5; B -> 6, 7; C -> 3, all on rank 0: to each rank its rows and its experts' slots."""
+    empty = np.zeros((0, 2), np.int64)
+    idx = [np.array([[0, 5], [6, 7], [3, -1]]), empty, empty, empty]
+    weights, x = [np.ones(ids.shape, np.float32) for ids in idx], [np.zeros((len(ids), 1), BF16) for ids in idx]
+    network = Capture(topology)
+    elastic_dispatch(x, idx, weights, 8, topology, 3, mode=mode or "hybrid", network=network)
+    assert network.sent["dispatch_send", 0, "control"].tolist() == [[1, 1, 0], [1, 0, 1], [1, 0, 1], [1, 1, 1]]
+    assert not network.sent["dispatch_send", 1, "control"].any()
 
 
 def test_pairs_of_codes_and_scales_come_back_as_pairs():

@@ -93,6 +93,26 @@ def test_hashed_does_not_depend_on_how_the_batch_is_cut():
     assert (whole != choose_replicas(ids, placement, "hashed", seed=10)).any()
 
 
+def mixed(seed, position, expert):
+    """The hash of the rule on Python integers: two rounds of the splitmix64 finaliser."""
+    bits = (seed * 0x9E3779B97F4A7C15 + position) % 2**64
+    for salt in (expert, 0x9E3779B97F4A7C15):
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+        bits = ((bits ^ bits >> 31) + salt) % 2**64
+    return bits ^ bits >> 33
+
+
+def test_hashed_is_the_same_on_every_machine():
+    """Other engines that want the same choice can compute it: literal values, and the hash by plain integers."""
+    placement = Placement([0, 0, 0, 0, 0, 0, 0, 1, 1, 1], 1)
+    ids = np.array([[0, 1]] * 12)
+    chosen = choose_replicas(ids, placement, "hashed", seed=9)
+    assert chosen[:, 0].tolist() == [3, 0, 1, 0, 2, 1, 3, 2, 6, 1, 1, 4]
+    for flat, (expert, slot) in enumerate(zip(ids.ravel(), chosen.ravel())):
+        assert slot == [0, 7][expert] + mixed(9, flat, int(expert)) % [7, 3][expert]
+
+
 @pytest.mark.parametrize(
     ("ids", "words"),
     [

@@ -82,6 +82,8 @@ def test_nic_counters_are_words_of_four_bytes(tmp_path):
     findings = check(tmp_path, text, parts, repeat=7)
     assert all(f.holds for f in findings)
     assert findings[3].measured == (words[3] * 7 * 4, words[3] * 7 * 4 + 4)  # the last word may be half full
+    assert not any(f.holds for f in check(tmp_path, nic_csv(summed(parts).nic()), parts, repeat=7))
+    assert not any(f.holds for f in check(tmp_path, nic_csv(summed(parts).nic() * 7), parts))
     findings = check(tmp_path, nic_csv(words), parts)
     assert {f.cause for f in findings} == {"words of 4 bytes were taken for bytes"}
     assert not any(f.holds for f in findings)
