@@ -10,9 +10,9 @@ from parallel.micro_batches import micro_batches
 from parallel.pieces import join_pieces, pieces_of
 from parallel.schedule import LayerPlan, Op, program_order, walk
 from refmodel.generate import Step, Work
-from refmodel.layer import State
 from refmodel.model import advance_caches, main_program, make_batch, mtp_program
 from refmodel.program import Operation
+from refmodel.state import State
 from refmodel.trace import Scope
 
 _RECEIVING = ("dispatch_forward", "dispatch_recv", "combine_forward", "combine_recv")

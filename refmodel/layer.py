@@ -7,72 +7,20 @@ between stages, the trace names tensors by them.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from refmodel.cache import LatentCache
 from refmodel.experts import gated_mlp, project, quantize_rows, run_experts
 from refmodel.linear import linear
 from refmodel.mla import attend_batch, project_query_and_latent
-from refmodel.norm import rms_norm
-from refmodel.rope import rotation
+from refmodel.norm import normalise
 from refmodel.router import route
+from refmodel.state import State
 from refmodel.trace import Scope, recording
 
 # rows of experts that share what is done row by row: as many as stay in a core's cache
 _TOGETHER = 256
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The tokens of one request in a batch: rows start .. stop, the first of which is token `cache_offset` of it."""
-
-    cache: LatentCache
-    cache_offset: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Token rows that are computed together. RoPE positions and cache offsets are separate things: the MTP layer's
-    slot i holds the token of position i + 1."""
-
-    token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], for RoPE
-    segments: tuple[Segment, ...]
-    phase: str  # "prefill": naive MLA; "decode": absorbed MLA
-
-    def __post_init__(self):
-        if self.phase not in ("prefill", "decode"):
-            raise ValueError(f"phase = {self.phase!r}: must be 'prefill' (naive MLA) or 'decode' (absorbed MLA)")
-
-
-@dataclass
-class State:
-    """What the stages of one micro-batch share: the model's constants, its batch, and the values made so far."""
-
-    weights: object  # refmodel.weights.Weights
-    batch: Batch
-    exchange: Callable[[int], object]  # layer -> a fresh exchange
-    scope: Scope = field(default_factory=Scope)
-    values: dict = field(default_factory=dict)
-
-    @property
-    def config(self):
-        return self.weights.config
-
-    @property
-    def numerics(self):
-        return self.weights.numerics
-
-    @cached_property
-    def rotation(self):
-        """cos and sin of the batch's positions, for all layers."""
-        return rotation(self.batch.positions, *self.weights.frequencies, self.numerics.compute, self.numerics.rope_cast)
 
 
 class Stage(NamedTuple):
@@ -82,13 +30,6 @@ class Stage(NamedTuple):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     run: Callable
-
-
-def normalise(state, x, weight, eps):
-    """RMSNorm with its rounding point."""
-    numerics = state.numerics
-    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
-    return numerics.store(rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=early), "norm")
 
 
 def add(state, a, b, point):
@@ -109,7 +50,8 @@ def add_branch(state, branch, scope):
 
 def normalise_stream(state, weight):
     """RMSNorm of the residual stream."""
-    return normalise(state, state.values.pop("sum", state.values["hidden"]), weight, state.config.rms_norm_eps)
+    x = state.values.pop("sum", state.values["hidden"])
+    return normalise(x, weight, state.config.rms_norm_eps, state.numerics)
 
 
 def embed(state, layer, scope):

@@ -12,7 +12,7 @@ from refmodel.attention import attend_blocks, attend_requests
 from refmodel.cache import PAGE_SIZE
 from refmodel.experts import project
 from refmodel.linear import matmul_rows
-from refmodel.norm import rms_norm
+from refmodel.norm import normalise
 from refmodel.rope import rotate
 
 # requests are attended to together while their keys fit a core's second-level cache, and few tokens are new
@@ -53,11 +53,8 @@ def _rotate(state, x):
 
 
 def _inner_norm(state, x, weight):
-    numerics = state.numerics
-    eps = numerics.switches.inner_norm_eps
-    eps = state.config.rms_norm_eps if eps is None else eps
-    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
-    return numerics.store(rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=early), "norm")
+    eps = state.numerics.switches.inner_norm_eps
+    return normalise(x, weight, state.config.rms_norm_eps if eps is None else eps, state.numerics)
 
 
 def attend_batch(state, weights, layer, query):

@@ -6,11 +6,12 @@ from refmodel.cache import LatentCache, PagePool
 from refmodel.checkpoint import Checkpoint
 from refmodel.experts import LocalExchange
 from refmodel.generate import Generated, Item, Step, Work, generate
-from refmodel.layer import EMBED, FINAL, Batch, Segment, Stage, State, stages_of
+from refmodel.layer import EMBED, FINAL, Stage, stages_of
 from refmodel.mtp import MTP_EMBED
 from refmodel.numerics import Numerics, Switches
 from refmodel.program import Operation, Pass
 from refmodel.random_weights import RandomTensors
+from refmodel.state import Batch, Segment, State
 from refmodel.trace import Scope
 from refmodel.weights import Weights
 

@@ -6,8 +6,9 @@ embedding first, the reverse of the paper's figure (deepseek-ai/DeepSeek-V3#712)
 
 import numpy as np
 
-from refmodel.layer import Stage, normalise
+from refmodel.layer import Stage
 from refmodel.linear import linear
+from refmodel.norm import normalise
 
 
 def mtp_embed(state, layer, scope):
@@ -19,8 +20,8 @@ def mtp_embed(state, layer, scope):
         first = state.batch.positions - numerics.switches.mtp_position_shift == 0
         embedding = np.where(first[:, None], embedding.dtype.type(0), embedding)
     eps = state.config.rms_norm_eps
-    e = normalise(state, embedding, weights.enorm, eps)
-    h = normalise(state, state.values.pop("mtp_input"), weights.hnorm, eps)
+    e = normalise(embedding, weights.enorm, eps, numerics)
+    h = normalise(state.values.pop("mtp_input"), weights.hnorm, eps, numerics)
     scope.emit("enorm", e)
     scope.emit("hnorm", h)
     joined = numerics.widen(np.concatenate([e, h], axis=1))  # [T, 2 D]

@@ -23,3 +23,9 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, *, dtype=np.float64,
     if cast_before_weight is not None:
         y = widen(round_to(y, np.dtype(cast_before_weight)), x.dtype)
     return y * widen(weight, x.dtype)
+
+
+def normalise(x, weight, eps: float, numerics) -> np.ndarray:
+    """`rms_norm` of the model: in its compute dtype, rounded at the `norm` point, in the order that a switch says."""
+    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
+    return numerics.store(rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=early), "norm")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from refmodel.generate import Step, Work
-from refmodel.layer import Stage, State, stage_scope
+from refmodel.layer import Stage, stage_scope
+from refmodel.state import State
 from refmodel.trace import Scope
 
 

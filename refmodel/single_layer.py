@@ -5,9 +5,10 @@ import numpy as np
 from refmodel.cache import LatentCache
 from refmodel.experts import LocalExchange
 from refmodel.generate import Item
-from refmodel.layer import State, route_tokens, run_stage, stages_of
+from refmodel.layer import route_tokens, run_stage, stages_of
 from refmodel.model import make_batch
 from refmodel.numerics import round_to
+from refmodel.state import State
 from refmodel.trace import Scope, record
 
 #: what a layer can be asked for: part -> the tensor that it starts from

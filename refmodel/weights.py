@@ -68,7 +68,7 @@ class Weights:
         return quantize(_as_float(self.source.array(name)), (128, 128), self.numerics.recipe, "float32")
 
     @cached_property
-    def _rope_config(self):
+    def rope_config(self):
         """The config that RoPE and the softmax scale read: without YaRN where the demo's rule leaves it out."""
         longest, scaling = self.numerics.switches.yarn_max_seq_len, self.config.rope_scaling
         if longest is None or scaling is None or longest > scaling.original_max_position_embeddings:
@@ -78,12 +78,12 @@ class Weights:
     @cached_property
     def frequencies(self) -> tuple[np.ndarray, float]:
         """`yarn_frequencies` of the model."""
-        return yarn_frequencies(self._rope_config)
+        return yarn_frequencies(self.rope_config)
 
     @cached_property
     def softmax_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return softmax_scale(self._rope_config)
+        return softmax_scale(self.rope_config)
 
     @cached_property
     def embedding(self) -> np.ndarray:

@@ -10,10 +10,10 @@ from refmodel.attention import Attended, attend
 from refmodel.cache import LatentCache, PagePool
 from refmodel.experts import project
 from refmodel.golden.norm_operators import norm
-from refmodel.layer import Segment
 from refmodel.mla import attend_batch
 from refmodel.numerics import widen
-from refmodel.rope import apply_rope, softmax_scale, yarn_frequencies, yarn_mscale
+from refmodel.rope import apply_rope, yarn_frequencies, yarn_mscale
+from refmodel.state import Segment
 
 
 def down(context, x, *, layer, part, factor=1.0):
@@ -30,7 +30,7 @@ def rotate(
     context, x, *, other_pairs=False, shift=0, plain=False, base=None, amplitude=None, conjugate=False, halves=False
 ):
     """RoPE on x [T, heads, P], rounded; `halves`: the right rotation, written in the other order."""
-    config, numerics = context.config, context.numerics
+    config, numerics = context.weights.rope_config, context.numerics
     config = config if base is None else replace(config, rope_theta=base)
     interleaved = config.rope_interleave != other_pairs
     inv_freq, usual = yarn_frequencies(config)
@@ -46,7 +46,7 @@ def rotate(
         interleaved,
         amplitude=usual,
         dtype=numerics.compute,
-        cast_each=numerics.activation if numerics.switches.rope_dtype == "activation" else None,
+        cast_each=numerics.rope_cast,
     )
     if halves != (interleaved and numerics.switches.k_pe_order == "half_split"):
         out = np.concatenate([out[..., 0::2], out[..., 1::2]], axis=-1)
@@ -148,11 +148,11 @@ def _attention_with(
     config, numerics = context.config, context.numerics
     C, P, N = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
     factors = {
-        None: softmax_scale(config),
+        None: context.weights.softmax_scale,
         "no_mscale": (N + P) ** -0.5,
         "mscale_once": (N + P) ** -0.5 * _mscale(config),
-        "latent": softmax_scale(config) * ((N + P) / (C + P)) ** 0.5,
-        "nope": softmax_scale(config) * ((N + P) / N) ** 0.5,
+        "latent": context.weights.softmax_scale * ((N + P) / (C + P)) ** 0.5,
+        "nope": context.weights.softmax_scale * ((N + P) / N) ** 0.5,
         "none": 1.0,
     }
     factor = factors[scale] * (np.log(2.0) if base2 else 1.0)

@@ -6,10 +6,11 @@ import pytest
 from tiny import TINY, some_ids, tiny_model
 
 from refmodel import record
-from refmodel.layer import Batch, State, run_stage
+from refmodel.layer import run_stage
 from refmodel.mtp import MTP_EMBED
 from refmodel.numerics import Numerics
 from refmodel.random_weights import RandomTensors
+from refmodel.state import Batch, State
 from refmodel.trace import Scope
 
 

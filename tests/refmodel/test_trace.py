@@ -74,8 +74,9 @@ class _Watched(dict):
 def test_stages_read_and_write_what_they_declare():
     from refmodel.experts import LocalExchange
     from refmodel.generate import Item
-    from refmodel.layer import State, run_stage
+    from refmodel.layer import run_stage
     from refmodel.model import make_batch
+    from refmodel.state import State
 
     model = tiny_model()
     batch = make_batch([Item(0, some_ids(4), model.new_cache(), 0)], "prefill")

@@ -1,0 +1,60 @@
+"""What the stages of one micro-batch share: whose tokens they are, and the values made so far."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from refmodel.cache import LatentCache
+from refmodel.rope import rotation
+from refmodel.trace import Scope
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens of one request in a batch: rows start .. stop, the first of which is token `cache_offset` of it."""
+
+    cache: LatentCache
+    cache_offset: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token rows that are computed together. RoPE positions and cache offsets are separate things: the MTP layer's
+    slot i holds the token of position i + 1."""
+
+    token_ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T], for RoPE
+    segments: tuple[Segment, ...]
+    phase: str  # "prefill": naive MLA; "decode": absorbed MLA
+
+    def __post_init__(self):
+        if self.phase not in ("prefill", "decode"):
+            raise ValueError(f"phase = {self.phase!r}: must be 'prefill' (naive MLA) or 'decode' (absorbed MLA)")
+
+
+@dataclass
+class State:
+    """What the stages of one micro-batch share: the model's constants, its batch, and the values made so far."""
+
+    weights: object  # refmodel.weights.Weights
+    batch: Batch
+    exchange: Callable[[int], object]  # layer -> a fresh exchange
+    scope: Scope = field(default_factory=Scope)
+    values: dict = field(default_factory=dict)
+
+    @property
+    def config(self):
+        return self.weights.config
+
+    @property
+    def numerics(self):
+        return self.weights.numerics
+
+    @cached_property
+    def rotation(self):
+        """cos and sin of the batch's positions, for all layers."""
+        return rotation(self.batch.positions, *self.weights.frequencies, self.numerics.compute, self.numerics.rope_cast)
