@@ -10,20 +10,22 @@ import numpy as np
 ANCHOR = 8
 CANDIDATES = (1, 2, 4, 16, 32, 64, 128, 256, 512)
 K_STEP = 256
+_MOST_STEPS = 4  # beyond, adding the steps of many rows costs more than few rows gain
 _ASCENDING = sorted((ANCHOR, *CANDIDATES))
 _PROBE_ROWS = 32
 # Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
 _OWN_MATRIX = 1 << 22
-# Weights up to this size meet the kernel for small products with few rows (it takes up to 10^6 multiply-adds).
-_SMALL = 1 << 19
+# Multiply-adds up to which OpenBLAS takes its kernel for small products; panels are multiples of _PANEL columns.
+_SMALL_PRODUCT, _PANEL = 10**6, 64
 
 
 class RowCounts:
     """How to multiply by one (K, N, dtype, layout): allowed row counts, each probed when it is first wanted.
 
     `k_step`: K is cut into steps of this, whose products are added in ascending order; None: K at once. OpenBLAS has a
-    kernel of its own for small products, which adds K in one go where the large one stops every few hundred: with
-    steps below that both give the same bits, and few rows need no padding. It is used where the probe says it helps.
+    kernel of its own for small products, which reads weights as they lie (the large one packs them first) but adds K in
+    one go where the large one stops every few hundred. With steps below that both give the same bits: few rows then
+    need no padding, and go through their weights in panels of columns that are small enough. The probe decides.
     """
 
     def __init__(self, matrix: np.ndarray):
@@ -31,10 +33,9 @@ class RowCounts:
         self._rows = _probe_rows(matrix.shape[0], matrix.dtype)  # [32, K]
         self._plans: dict = {}
         self._choose(None)
-        few = self.anchored and matrix.shape[0] > K_STEP and matrix.size <= _SMALL
-        if few and not (self.allowed(2) and self.allowed(4)):
+        if self.anchored and K_STEP < matrix.shape[0] <= _MOST_STEPS * K_STEP:
             self._choose(K_STEP)
-            if not (self.anchored and self.allowed(2) and self.allowed(4)):
+            if not all(self.allowed(count) for count in (2, 4, 64)):
                 self._choose(None)
 
     def _choose(self, k_step):
@@ -46,6 +47,18 @@ class RowCounts:
 
     def multiply(self, rows, matrix, out=None) -> np.ndarray:
         """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
+        count, (K, N) = rows.shape[-2], matrix.shape[-2:]
+        step = self.k_step or K
+        if count > ANCHOR or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
+            return self._steps(rows, matrix, out)
+        width = max(_PANEL, _SMALL_PRODUCT // (count * step) // _PANEL * _PANEL)
+        out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
+        for start in range(0, N, width):
+            columns = slice(start, start + width)
+            self._steps(rows, matrix[:, columns], out[..., columns])
+        return out
+
+    def _steps(self, rows, matrix, out):
         if self.k_step is None:
             return np.matmul(rows, matrix, out=out)
         first = slice(0, self.k_step)

@@ -33,6 +33,8 @@ class Session:
     def run(self) -> int:
         """Until `quit` or the end of the lines; the exit code."""
         if self._terminal:
+            # whoever starts us with Ctrl-C ignored, as shells do in the background, passes that on
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             self._start_readline()
             self._say(Reply(["type help for the commands"], {}))
             self.do("where")
