@@ -4,8 +4,9 @@ Loads come from a file (.npy, .npz, .safetensors or .csv [layers, experts]; SGLa
 .pt), from recorded routing (--routing, as in refmodel volumes), or, without either, from the model's own run, the MTP
 layer last.
 "Before" is a placement without knowledge of loads (physical expert i is logical i mod E), or the plan in --current.
+--plot draws, for each layer, the load of each logical expert, sorted by id, and the load of each rank before and after.
 
-Example: refmodel experts loads.npy --ranks 32 --redundant 32 --groups 8 --policy balanced --out out/plan.npz
+Example: refmodel experts loads.npy --ranks 32 --policy balanced --out out/plan.npz --plot out/loads.svg
 """
 
 import argparse
@@ -20,6 +21,7 @@ from parallel.placement import Placement
 from parallel.rearrange import SOURCES, expert_bytes, plan_rearrangement
 from parallel.replicas import expert_loads
 from parallel.topology import LINKS, Topology
+from scripts.load_chart import check, draw
 from scripts.volumes_source import add_model_source, model_routing
 
 
@@ -51,13 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--unwritten", choices=UNWRITTEN, default="refuse", help="rows never written (default: refuse)")
     parser.add_argument("--recorded-layers", type=int, metavar="N", help="layers in base64 answers")
     parser.add_argument("--recorded-top-k", type=int, metavar="N", help="top-k in base64 answers")
+    parser.add_argument("--plot", metavar="FILE", help="bars of loads by layer: .svg, or .png with matplotlib")
     parser.add_argument("--out", metavar="FILE", help="write phy2log, log2phy, logcnt and loads (.npz)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: tokens, bytes, fractions")
     add_model_source(parser.add_argument_group("the model's own run (without a file)"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and report."""
+    """Plan, report and draw."""
+    if args.plot:
+        check(args.plot)
     loads, sizes = _loads(args)
     topology = Topology(args.ranks, args.ranks_per_node)
     layers, experts = loads.shape
@@ -83,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(args.out, **plan._asdict(), loads=loads)
+    if args.plot:
+        by_rank = (gpu_loads(loads, phy2log, args.ranks) for phy2log in (before, plan.phy2log))
+        draw(args.plot, loads, *by_rank, _layer_names(content), _title(content))
     if args.json:
         print(json.dumps(content | {"phy2log": plan.phy2log.tolist()}))
     else:
@@ -160,6 +168,19 @@ def _moved(before, after, topology: Topology, sizes: dict, args) -> dict:
         for link, amount in plan.link_bytes(size, topology).items():
             moved[link] += amount
     return {"expert_bytes": size, "received_experts": received, "bytes": moved}
+
+
+def _layer_names(content: dict) -> list[str]:
+    """Names for the plot: counted among the layers with experts, not all of the model's."""
+    layers, main = content["layers"], content["layers"] - content["mtp_layers"]
+    return [f"layer {row} of {layers}" + ", MTP" * (row > main) for row in range(1, layers + 1)]
+
+
+def _title(content: dict) -> str:
+    return (
+        f"{content['experts']} experts + {content['redundant']} redundant on {content['ranks']} ranks, "
+        f"policy {content['policy']}: {content['groups_policy']}"
+    )
 
 
 def _print(content: dict) -> None:

@@ -1,6 +1,8 @@
 """`refmodel experts`: plans from load tables, recorded routing and the model's own run."""
 
 import json
+import sys
+import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
@@ -105,6 +107,67 @@ def test_the_plan_of_the_model_s_own_run_places_every_layer_of_a_deployment(tmp_
     assert spread == [[model.generate(prompt, 4)], [], [], []]
 
 
+def bars(path):
+    """(bars by tooltip: (width, height), texts) of a plot."""
+    root = ET.parse(path).getroot()
+    space = root.tag.removesuffix("svg")
+    found = [
+        (element.find(f"{space}title").text, float(element.get("width")), float(element.get("height")))
+        for element in root.iter(f"{space}rect")
+        if element.find(f"{space}title") is not None
+    ]
+    return found, [element.text for element in root.iter(f"{space}text")]
+
+
+# deepseek-ai/EPLB README
+def test_the_plot_holds_the_loads_of_experts_by_id_and_of_ranks_before_and_after(table, tmp_path, capsys):
+    content = json.loads(call(capsys, table, *README_SIZES, "--json", "--plot", tmp_path / "new/a.svg"))
+    found, texts = bars(tmp_path / "new/a.svg")
+    phy2log = {"before": np.tile(np.arange(16) % 12, (2, 1)), "after": np.array(content["phy2log"])}
+    expected = []
+    for layer, loads in enumerate(README):
+        expected += [(f"expert {expert}, load: {load}", load / max(loads)) for expert, load in enumerate(loads)]
+        by_rank = {}
+        for when, plan in phy2log.items():
+            slots = plan[layer].tolist()
+            share = [loads[expert] / slots.count(expert) for expert in slots]
+            by_rank[when] = [share[2 * rank] + share[2 * rank + 1] for rank in range(8)]
+        top = max(map(max, by_rank.values()))
+        for when, values in by_rank.items():
+            expected += [(f"rank {rank}, {when}: {value:.10g}", value / top) for rank, value in enumerate(values)]
+    # every load here is whole or a half
+    assert [name for name, _, _ in found] == [name + "0" if name.endswith(".5") else name for name, _ in expected]
+    assert [height for _, _, height in found] == pytest.approx([100 * part for _, part in expected], abs=0.006)
+    assert "12 experts + 4 redundant on 8 ranks, policy deepseek: hierarchical" in texts
+    assert {"layer 1 of 2: tokens by expert", "layer 2 of 2: tokens by rank"} <= set(texts)
+    assert {"load: max 183, mean 86.08", "after: max 179.50, mean 144.50"} <= set(texts)
+    assert {"expert 0", "rank 0", "11", "7"} <= set(texts)
+
+
+def test_the_plot_names_the_mtp_layer_and_draws_layers_without_load(tmp_path, capsys):
+    sizes = ["--ranks", 8, "--redundant", 0, "--plot", tmp_path / "a.svg"]
+    call(capsys, "--prompt", "int main", *sizes)
+    assert sum("layer 3 of 3, MTP: " in text for text in bars(tmp_path / "a.svg")[1]) == 2
+    np.save(tmp_path / "idle.npy", np.zeros((1, 8), np.int64))
+    call(capsys, tmp_path / "idle.npy", *sizes)
+    found, _ = bars(tmp_path / "a.svg")
+    assert [height for _, _, height in found] == [0.0] * (8 + 2 * 8)
+
+
+def test_png_of_loads_without_matplotlib_says_what_to_do(table, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = ["--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "plan.npz")]
+    assert main.main(["experts", str(table), *README_SIZES, *arguments]) == 2
+    assert "pip install 'refmodel[plot]'" in capsys.readouterr().err
+    assert not (tmp_path / "plan.npz").exists()
+
+
+def test_png_of_loads_with_matplotlib(table, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    call(capsys, table, *README_SIZES, "--plot", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -112,6 +175,7 @@ def test_the_plan_of_the_model_s_own_run_places_every_layer_of_a_deployment(tmp_
         (["--redundant", "-1"], "--redundant -1"),
         (["--groups", "5", "--ranks", "16", "--ranks-per-node", "16"], "12 experts do not divide into num_groups = 5"),
         (["--routing", "x.npy"], "not both"),
+        (["--plot", "loads.jpg"], "loads.jpg: a plot must end in .svg or .png"),
         (["--current", "{loads}"], "phy2log of shape [2, 12]"),
     ],
 )
