@@ -76,7 +76,8 @@ def project(x, weight, numerics: Numerics):
 
 def activate(gate_up, numerics: Numerics):
     """(gate, up, silu(gate) * up, rounded), each [n, I], from the product of both [n, 2 I]."""
-    gate, up = np.split(gate_up, 2, axis=1)
+    width = gate_up.shape[1] // 2
+    gate, up = gate_up[:, :width], gate_up[:, width:]
     early = numerics.activation if numerics.switches.silu_dtype == "activation" else None
     product = swiglu(gate, up, dtype=numerics.compute, cast_silu=early)
     return gate, up, numerics.store(product, "activation_product")

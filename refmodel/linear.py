@@ -102,17 +102,25 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
     counts = row_counts(matrix) if counts is None else counts
     T = x.shape[-2]
     runs = counts.plan(T)
-    if len(runs) == 1 and runs[0][1:] == (T, 1):
-        return counts.multiply(x, matrix)
+    if len(runs) == 1 and runs[0][2] == 1:
+        return counts.multiply(_pad_rows(x, runs[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, T, matrix.shape[-1]), x.dtype)
     for start, count, calls in runs:
         for first in range(start, start + count * calls, count):
             rows = x[..., first : first + count, :]
-            if first + count > T:  # reaches past the end: zero rows
-                padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
-                padded[..., : T - first, :] = rows
-                out[..., first:, :] = counts.multiply(padded, matrix)[..., : T - first, :]
+            if first + count > T:  # reaches past the end
+                out[..., first:, :] = counts.multiply(_pad_rows(rows, count), matrix)[..., : T - first, :]
             else:
                 counts.multiply(rows, matrix, out=out[..., first : first + count, :])
     return out
+
+
+def _pad_rows(x, count):
+    """x [..., T, K] with zero rows behind it: [..., count, K]; x itself where it has as many."""
+    T = x.shape[-2]
+    if T == count:
+        return x
+    padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
+    padded[..., :T, :] = x
+    return padded

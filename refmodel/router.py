@@ -49,17 +49,18 @@ def route(
     invalid = np.isnan(choice).any(axis=1)  # [T]
     if invalid.any():
         choice = np.where(invalid[:, None], 0.0, choice)
+    rows = np.arange(len(choice))[:, None]
     if topk_method == "greedy" or n_group == 1:
         candidates, margin = None, np.full(len(choice), np.inf)
     else:
         candidates, margin = _candidates(choice, n_group, topk_group, 2 if topk_method == "noaux_tc" else 1)
-        choice = np.take_along_axis(choice, candidates, axis=1)  # [T, E * topk_group / G]
+        choice = choice[rows, candidates]  # [T, E * topk_group / G]
     order = _best(choice, min(top_k + 1, choice.shape[1]))  # [T, K + 1]
-    margin = np.minimum(margin, _gap(np.take_along_axis(choice, order, axis=1), top_k))
+    margin = np.minimum(margin, _gap(choice[rows, order], top_k))
     topk_idx = order[:, :top_k]
     if candidates is not None:
-        topk_idx = np.take_along_axis(candidates, topk_idx, axis=1)
-    weights = np.take_along_axis(scores, topk_idx, axis=1)  # [T, K]
+        topk_idx = candidates[rows, topk_idx]
+    weights = scores[rows, topk_idx]  # [T, K]
     if norm_topk_prob:
         with np.errstate(invalid="ignore"):  # 0 / 0 without an epsilon is the NaN that such an engine makes
             weights = weights / (weights.sum(axis=1, keepdims=True) + norm_eps)
@@ -87,10 +88,10 @@ def _candidates(choice, n_group, topk_group, best):
     group_score = grouped.max(axis=2)  # [T, G]
     if best == 2 and size > 1:
         rest = grouped.copy()
-        np.put_along_axis(rest, grouped.argmax(axis=2)[:, :, None], -np.inf, axis=2)
+        rest[np.arange(T)[:, None], np.arange(n_group), grouped.argmax(axis=2)] = -np.inf
         group_score = group_score + rest.max(axis=2)
     order = np.argsort(-group_score, axis=1, kind="stable")
-    margin = _gap(np.take_along_axis(group_score, order, axis=1), topk_group)
+    margin = _gap(group_score[np.arange(T)[:, None], order], topk_group)
     chosen = np.sort(order[:, :topk_group], axis=1)  # ascending, so that position order is index order
     ids = chosen[:, :, None] * size + np.arange(size)  # [T, topk_group, E / G]
     return ids.reshape(T, topk_group * size), margin
