@@ -119,7 +119,7 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
 def _pad_rows(x, count):
     """x [..., T, K] with zero rows behind it: [..., count, K]; x itself where it has as many."""
     T = x.shape[-2]
-    if T == count:
+    if count == T:
         return x
     padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
     padded[..., :T, :] = x
