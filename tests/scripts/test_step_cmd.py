@@ -414,9 +414,9 @@ class Terminal:
         return self.expect(prompt).replace("\r", "")
 
     def interrupt(self):
-        """Press Ctrl-C until it is heard: between a prompt and the reading of a line Python hears it a key later."""
-        for _ in range(10):
-            self.send("\x03")
+        """Press Ctrl-C until it is heard: while readline takes in what was typed, Python hears it a key later."""
+        for key in ["\x03", " "] * 5:
+            self.send(key)
             with contextlib.suppress(AssertionError):
                 self.expect("interrupted", timeout=3)
                 break
@@ -506,6 +506,7 @@ def test_completion_and_history_in_a_terminal(tmp_path):
 def test_interrupts_in_a_terminal(tmp_path):
     terminal = Terminal("--ranks", "32", "--new-tokens", "400", REFMODEL_HISTORY=str(tmp_path / "history"))
     terminal.send("half a line")
+    terminal.expect("half a line")
     terminal.interrupt()
     for _ in range(2):
         terminal.send("continue\n")
