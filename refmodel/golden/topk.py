@@ -34,11 +34,6 @@ def sibling(name: str, names, *candidates: str) -> str | None:
     return next((prefix + c for c in candidates if prefix + c in names), None)
 
 
-def weights_of(name: str, names) -> str | None:
-    """The tensor of weights that belongs to the ids `name`."""
-    return sibling(name, names, *_WEIGHTS)
-
-
 def ids_of(name: str, names) -> str | None:
     """The tensor of ids that belongs to the weights `name`, or None if `name` holds no routing weights."""
     if name.rsplit(".", 1)[-1] not in _WEIGHTS:
