@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8 import BlockScaled, quantize
-from refmodel.linear import DenseWeight, Fp8Weight, linear
+from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
@@ -103,13 +103,13 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
         experts = [expert_of(e) for e, _, _ in spans]
         cuts = [slice(start - first, stop - first) for _, start, stop in spans]
         x = linear_input(take_rows(pairs.x, pairs.row[first:last]), experts[0].gate_up, numerics)
-        gate_up = numerics.store(_own_rows(x, [expert.gate_up for expert in experts], cuts), "linear")  # [n, 2 I]
+        gate_up = numerics.store(grouped_linear(x, [expert.gate_up for expert in experts], cuts), "linear")  # [n, 2 I]
         gate, up, product = activate(gate_up, numerics)
         if emit is not None:
             for name, array in (("gate", gate), ("up", up), ("product", product)):
                 emit(name, array, first, last)
         x = linear_input(product, experts[0].down, numerics)
-        out[first:last] = numerics.store(_own_rows(x, [expert.down for expert in experts], cuts), "expert_row")
+        out[first:last] = numerics.store(grouped_linear(x, [expert.down for expert in experts], cuts), "expert_row")
     return out
 
 
@@ -125,14 +125,6 @@ def _neighbours(expert, together):
         start = stop
     if spans:
         yield spans
-
-
-def _own_rows(x, weights, cuts):
-    """Each weight times its own rows of x: [n, N], unrounded."""
-    if len(weights) == 1:
-        return linear(x, weights[0])
-    parts = [linear(take_rows(x, cut), weight) for cut, weight in zip(cuts, weights)]
-    return np.concatenate(parts)
 
 
 def run_pairs(pairs: Pairs, apply, out: np.ndarray) -> np.ndarray:

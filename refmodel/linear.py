@@ -7,6 +7,7 @@ import numpy as np
 
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
+from refmodel.aligned import aligned_empty
 from refmodel.rowcounts import RowCounts, row_counts
 
 #: output columns are padded with zeros to a multiple of this when weights are loaded
@@ -29,8 +30,8 @@ class DenseWeight:
     def from_rows(cls, weight: np.ndarray) -> "DenseWeight":
         """From a checkpoint's [N, K] layout; float64 or float32."""
         N, K = weight.shape
-        matrix = np.zeros((K, -(-N // COLUMN_MULTIPLE) * COLUMN_MULTIPLE), weight.dtype)
-        matrix[:, :N] = weight.T
+        matrix = aligned_empty((K, -(-N // COLUMN_MULTIPLE) * COLUMN_MULTIPLE), weight.dtype)
+        matrix[:, :N], matrix[:, N:] = weight.T, 0
         matrix.flags.writeable = False
         return cls(matrix, N)
 
@@ -93,6 +94,20 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
     return product if product.shape[1] == weight.out_features else product[:, : weight.out_features]
 
 
+def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None = None) -> np.ndarray:
+    """Each weight times its own rows: out[cut] = linear(x[cut], weight), unrounded [T, N].
+
+    The weights are of one shape and dtype. `cuts` are ascending and leave no row out. `out`: where to put the result.
+    """
+    if isinstance(weights[0], Fp8Weight):
+        parts = [linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)]
+        return np.concatenate(parts, out=out)
+    out = np.empty((len(x), weights[0].matrix.shape[1]), x.dtype) if out is None else out
+    for weight, cut in zip(weights, cuts):
+        _multiply_rows(x, cut.start, cut.stop, weight.matrix, weight.counts, out)
+    return out[:, : weights[0].out_features]
+
+
 def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = None) -> np.ndarray:
     """x [..., T, K] @ matrix [..., K, N], with only the row counts that keep rows independent of each other.
 
@@ -106,14 +121,24 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
         return counts.multiply(_pad_rows(x, runs[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, T, matrix.shape[-1]), x.dtype)
-    for start, count, calls in runs:
-        for first in range(start, start + count * calls, count):
-            rows = x[..., first : first + count, :]
-            if first + count > T:  # reaches past the end
+    _multiply_rows(x, 0, T, matrix, counts, out)
+    return out
+
+
+def _multiply_rows(x, start, stop, matrix, counts, out):
+    """out[..., start:stop, :] = x[..., start:stop, :] @ matrix.
+
+    The last call may take in rows after `stop`, and write theirs as well: no group of rows but a later one's own
+    product gives them their values.
+    """
+    T = x.shape[-2]
+    for begin, count, calls in counts.plan(stop - start):
+        for first in range(start + begin, start + begin + count * calls, count):
+            rows, end = x[..., first : first + count, :], first + count
+            if end > T:  # reaches past the end
                 out[..., first:, :] = counts.multiply(_pad_rows(rows, count), matrix)[..., : T - first, :]
             else:
-                counts.multiply(rows, matrix, out=out[..., first : first + count, :])
-    return out
+                counts.multiply(rows, matrix, out=out[..., first:end, :])
 
 
 def _pad_rows(x, count):

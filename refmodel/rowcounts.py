@@ -8,15 +8,16 @@ every candidate whose result on a probe equals the anchor's bit for bit in every
 import numpy as np
 
 ANCHOR = 8
-CANDIDATES = (1, 2, 4, 16, 32, 64, 128, 256, 512)
+CANDIDATES = (1, 2, 4, *range(16, 129, 8), *range(160, 257, 32), 320, 384, 448, 512)
 K_STEP = 256
 _MOST_STEPS = 4  # beyond, adding the steps of many rows costs more than few rows gain
 _ASCENDING = sorted((ANCHOR, *CANDIDATES))
 _PROBE_ROWS = 32
 # Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
 _OWN_MATRIX = 1 << 22
-# Multiply-adds up to which OpenBLAS takes its kernel for small products; panels are multiples of _PANEL columns.
-_SMALL_PRODUCT, _PANEL = 10**6, 64
+# Multiply-adds up to which OpenBLAS takes its kernel for small products; panels are multiples of _PANEL columns, and
+# pay for up to _FEW rows.
+_SMALL_PRODUCT, _PANEL, _FEW = 10**6, 64, 24
 
 
 class RowCounts:
@@ -25,7 +26,8 @@ class RowCounts:
     `k_step`: K is cut into steps of this, whose products are added in ascending order; None: K at once. OpenBLAS has a
     kernel of its own for small products, which reads weights as they lie (the large one packs them first) but adds K in
     one go where the large one stops every few hundred. With steps below that both give the same bits: few rows then
-    need no padding, and go through their weights in panels of columns that are small enough. The probe decides.
+    need no padding, and go through their weights in panels of columns that are small enough. Many rows take K at once
+    where that stops at the same places. The probe decides.
     """
 
     def __init__(self, matrix: np.ndarray):
@@ -40,32 +42,22 @@ class RowCounts:
 
     def _choose(self, k_step):
         self.k_step = k_step
+        self._steps = {ANCHOR: k_step or self._matrix.shape[0]}  # row count -> its K step, or 0: not allowed
         self._expected = self._in_calls(self._rows, ANCHOR)  # [32, N]
-        self._allowed = {ANCHOR: self._holds(ANCHOR)}
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
-        self.anchored = self._allowed[ANCHOR]
+        self.anchored = self._holds(ANCHOR)
 
     def multiply(self, rows, matrix, out=None) -> np.ndarray:
         """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
         count, (K, N) = rows.shape[-2], matrix.shape[-2:]
-        step = self.k_step or K
-        if count > ANCHOR or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
-            return self._steps(rows, matrix, out)
+        step = self._steps.get(count) or K
+        if count > _FEW or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
+            return _in_steps(rows, matrix, step, out)
         width = max(_PANEL, _SMALL_PRODUCT // (count * step) // _PANEL * _PANEL)
         out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
         for start in range(0, N, width):
             columns = slice(start, start + width)
-            self._steps(rows, matrix[:, columns], out[..., columns])
-        return out
-
-    def _steps(self, rows, matrix, out):
-        if self.k_step is None:
-            return np.matmul(rows, matrix, out=out)
-        first = slice(0, self.k_step)
-        out = np.matmul(rows[..., first], matrix[..., first, :], out=out)
-        for start in range(self.k_step, matrix.shape[-2], self.k_step):
-            step = slice(start, start + self.k_step)
-            out += np.matmul(rows[..., step], matrix[..., step, :])
+            _in_steps(rows, matrix[:, columns], step, out[..., columns])
         return out
 
     def _in_calls(self, rows, count):
@@ -75,20 +67,30 @@ class RowCounts:
         """Whether `count` rows at once give each row the anchor's bits."""
         if not self.anchored:
             return count == 1
-        if count not in self._allowed:
-            self._allowed[count] = self._holds(count)
-        return self._allowed[count]
+        if count not in self._steps:
+            self._steps[count] = 0
+            # the counts between powers of two are worth a probe only where those hold
+            if count & (count - 1) == 0 or (self.allowed(16) and self.allowed(64)):
+                self._steps[count] = self._probe(count)
+        return self._steps[count] > 0
+
+    def _probe(self, count):
+        """The K step with which `count` rows give the anchor's bits, or 0."""
+        K = self._matrix.shape[0]
+        steps = [K] if self.k_step is None else [self.k_step, K] if count <= _FEW else [K, self.k_step]
+        for step in steps:
+            self._steps[count] = step
+            if self._holds(count):
+                return step
+        return 0
 
     def _holds(self, count: int) -> bool:
-        rows, expected = self._rows, self._expected
-        if count > _PROBE_ROWS:
-            repeat = count // _PROBE_ROWS
-            rows, expected = np.tile(rows, (repeat, 1)), np.tile(expected, (repeat, 1))
-        # a short chunk shows every probe row in every position; a long one holds each in many positions already
-        shifts = range(count) if count <= ANCHOR else (0, 1, 6, 11) if count <= _PROBE_ROWS else (0, 5)
-        for shift in shifts:
-            turned = np.ascontiguousarray(np.roll(rows, shift, axis=0))
-            if not np.array_equal(self._in_calls(turned, count), np.roll(expected, shift, axis=0)):
+        # whole calls of `count` rows; a short one shows every probe row in every position, a long one holds each in
+        # many positions already
+        cycle = np.arange(-(-_PROBE_ROWS // count) * count) % _PROBE_ROWS
+        for shift in range(count) if count <= ANCHOR else (0, 1, 6, 11) if count <= _PROBE_ROWS else (0, 5):
+            turned = np.roll(cycle, shift)
+            if not np.array_equal(self._in_calls(self._rows[turned], count), self._expected[turned]):
                 return False
         return True
 
@@ -110,10 +112,22 @@ class RowCounts:
         if not self.anchored:
             return 1
         for count in _ASCENDING:  # the smallest count that takes all that is left, unless padding would cost too much
-            padding_pays = count <= ANCHOR or (count < 2 * left if count <= 32 else count <= left + left // 8)
+            padding_pays = count - left < ANCHOR or (count < 2 * left if count <= 32 else count <= left + left // 8)
             if count >= left and padding_pays and self.allowed(count):
                 return count
-        return max(count for count in _ASCENDING if count <= max(left, ANCHOR) and self.allowed(count))
+        return next(count for count in reversed(_ASCENDING) if count <= max(left, ANCHOR) and self.allowed(count))
+
+
+def _in_steps(rows, matrix, step, out):
+    """rows @ matrix with K cut into steps, whose products are added in ascending order."""
+    K = matrix.shape[-2]
+    if step >= K:
+        return np.matmul(rows, matrix, out=out)
+    out = np.matmul(rows[..., :step], matrix[..., :step, :], out=out)
+    for start in range(step, K, step):
+        part = slice(start, start + step)
+        out += np.matmul(rows[..., part], matrix[..., part, :])
+    return out
 
 
 def _like(matrix):
