@@ -100,9 +100,10 @@ def _attend_rows(q, k_blocks, v_blocks, visible, scale):
     # sums start at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
     total = np.zeros(top.shape, q.dtype)
     acc = np.zeros((*top.shape, v_blocks.shape[-1]), q.dtype)  # [G, rows, dv]
+    block_values = matmul_rows(p, v_blocks)  # [G, nb, rows, dv]
     for b in range(k_blocks.shape[1]):
         total += block_sums[:, b]
-        acc += matmul_rows(p[:, b], v_blocks[:, b])
+        acc += block_values[:, b]
     with np.errstate(divide="ignore", invalid="ignore"):
         acc /= total[..., None]
         lse = np.log(total) + top

@@ -136,7 +136,7 @@ def run_pairs(pairs: Pairs, apply, out: np.ndarray) -> np.ndarray:
 
 def take_rows(x, index):
     """Rows of an array or of quantised rows."""
-    return x.rows(index) if isinstance(x, BlockScaled) else x[index]
+    return x.rows(index) if isinstance(x, BlockScaled) else x.take(index, axis=0)
 
 
 def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
@@ -149,17 +149,18 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     """
     (T, K), D = index.shape, rows.shape[1]
     out = np.empty((T, D), numerics.activation)
-    step = max(1, _CACHED // max(1, D))
-    for start in range(0, T, step):
-        part = slice(start, start + step)
-        total = np.zeros((len(index[part]), D), numerics.wide)
+    complete = bool((index >= 0).all())
+    for part in _slabs(out):
+        slots, weights = index[part], topk_weights[part]
+        total = np.zeros((len(slots), D), numerics.wide)
         for k in range(K):
-            present = index[part, k] >= 0
-            if present.all():
-                total += topk_weights[part, k, None] * widen(rows[index[part, k]], numerics.wide)
+            if complete:
+                row = widen(rows.take(slots[:, k], axis=0), numerics.wide)
+                row *= weights[:, k, None]
+                total += row
             else:
-                weights = topk_weights[part, k][present, None]
-                total[present] += weights * widen(rows[index[part, k][present]], numerics.wide)
+                present = slots[:, k] >= 0
+                total[present] += weights[present, k, None] * widen(rows[slots[present, k]], numerics.wide)
         out[part] = numerics.store(total, "combined_row")
     return out
 

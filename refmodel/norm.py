@@ -22,7 +22,8 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, *, dtype=np.float64,
     y = x / np.sqrt(mean_square + x.dtype.type(eps))  # [..., D]
     if cast_before_weight is not None:
         y = widen(round_to(y, np.dtype(cast_before_weight)), x.dtype)
-    return y * widen(weight, x.dtype)
+    y *= widen(weight, x.dtype)
+    return y
 
 
 def normalise(x, weight, eps: float, numerics) -> np.ndarray:
