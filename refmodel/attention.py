@@ -93,7 +93,7 @@ def _attend_rows(q, k_blocks, v_blocks, visible, scale):
     _mask(scores, visible)
     top = np.maximum.reduce(np.maximum.reduce(scores, axis=1), axis=-1)  # [G, rows]; blocks first: rows of 64 are slow
     # a row without keys has -inf everywhere; any finite stand-in makes its exponentials 0
-    top = np.where(np.isneginf(top), q.dtype.type(0), top)
+    np.maximum(top, np.finfo(q.dtype).min, out=top)
     scores -= top[:, None, :, None]
     p = np.exp(scores, out=scores)
     block_sums = p.sum(axis=-1)  # [G, nb, rows], each over 64 numbers

@@ -111,7 +111,7 @@ def _attend_absorbed(state, weights, layer, query):
         blocks = np.empty((len(group), -(-int(keys[0]) // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
         for segment, count, out in zip(group, keys.tolist(), blocks):
             segment.cache.read_blocks(layer, count, out)  # [nb, 64, C + P]
-        if len(group) == 1:
+        if rows.shape[1] > _FEW_TOKENS:
             part = attend_blocks(
                 q[rows[0]], blocks, blocks[..., :C], int(keys[0]), state.weights.softmax_scale, group[0].cache_offset
             )
