@@ -12,6 +12,7 @@ import numpy as np
 
 from refmodel.linear import matmul_rows
 from refmodel.numerics import widen
+from refmodel.threads import each
 
 #: keys per block: the page size of the latent cache, FlashMLA's
 BLOCK = 64
@@ -57,11 +58,12 @@ def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: in
     T, H, d = q.shape
     heads_k, dv = k_blocks.shape[0], v_blocks.shape[-1]
     out, lse = np.zeros((T, H, dv), q.dtype), np.full((T, H), -np.inf, q.dtype)
-    for start in range(0, T, _TILE):
+
+    def attend_tile(start):
         stop = min(start + _TILE, T)
         last = S if causal_offset is None else min(S, causal_offset + stop)  # keys that any query of the tile sees
         if last <= 0:
-            continue
+            return
         visible = np.full(stop - start, last)
         if causal_offset is not None:
             visible = np.minimum(np.arange(start, stop) + causal_offset + 1, S)  # keys each query sees
@@ -72,6 +74,8 @@ def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: in
         part, part_lse = _attend_rows(rows, k_blocks[:, :seen], v_blocks[:, :seen], visible, scale)
         out[start:stop] = part.transpose(1, 0, 2).reshape(stop - start, H, dv)
         lse[start:stop] = part_lse.T.reshape(stop - start, H)
+
+    each(attend_tile, range(0, T, _TILE), 2 * T * H * S * (d + dv))
     return Attended(out, lse)
 
 

@@ -7,8 +7,15 @@ import numpy as np
 from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
+from refmodel.threads import each
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
+
+
+# operations of one number's exponential and the division after it
+_PER_EXP = 20
+# operations behind each number of an expert's output row, at least: what decides whether threads are worth it
+_PER_NUMBER = 512
 
 
 class Expert(NamedTuple):
@@ -34,16 +41,19 @@ def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
     """
     gate, up = np.asarray(gate), np.asarray(up)
     out = np.empty(gate.shape, np.dtype(dtype))
+
+    def multiply(part):
+        g, o = widen(gate[part], out.dtype), out[part]
+        np.negative(g, out=o)
+        np.exp(o, out=o)
+        o += 1
+        np.divide(g, o, out=o)
+        if cast_silu is not None:
+            o[...] = widen(round_to(o, np.dtype(cast_silu)), out.dtype)
+        o *= widen(up[part], out.dtype)
+
     with np.errstate(over="ignore"):  # an exponential that overflows gives the 0 that it should
-        for part in _slabs(gate):
-            g, o = widen(gate[part], out.dtype), out[part]
-            np.negative(g, out=o)
-            np.exp(o, out=o)
-            o += 1
-            np.divide(g, o, out=o)
-            if cast_silu is not None:
-                o[...] = widen(round_to(o, np.dtype(cast_silu)), out.dtype)
-            o *= widen(up[part], out.dtype)
+        each(multiply, _slabs(gate), out.size * _PER_EXP)
     return out
 
 
@@ -98,7 +108,8 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
     have up to `together` rows share what is done row by row (gathering, quantising, activation); each multiplies its
     own rows. `emit(name, array, start, stop)` gets the tensors in between, of pairs start .. stop - 1.
     """
-    for spans in _neighbours(pairs.expert, together):
+
+    def run(spans):
         first, last = spans[0][1], spans[-1][2]
         experts = [expert_of(e) for e, _, _ in spans]
         cuts = [slice(start - first, stop - first) for _, start, stop in spans]
@@ -110,6 +121,9 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
                 emit(name, array, first, last)
         x = linear_input(product, experts[0].down, numerics)
         out[first:last] = numerics.store(grouped_linear(x, [expert.down for expert in experts], cuts), "expert_row")
+
+    # a recording wants its tensors in order
+    each(run, _neighbours(pairs.expert, together), 0 if emit is not None else out.size * _PER_NUMBER)
     return out
 
 
@@ -150,7 +164,8 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     (T, K), D = index.shape, rows.shape[1]
     out = np.empty((T, D), numerics.activation)
     complete = bool((index >= 0).all())
-    for part in _slabs(out):
+
+    def add(part):
         slots, weights = index[part], topk_weights[part]
         total = np.zeros((len(slots), D), numerics.wide)
         for k in range(K):
@@ -162,6 +177,8 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
                 present = slots[:, k] >= 0
                 total[present] += weights[present, k, None] * widen(rows[slots[present, k]], numerics.wide)
         out[part] = numerics.store(total, "combined_row")
+
+    each(add, _slabs(out), 2 * K * out.size)
     return out
 
 

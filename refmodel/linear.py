@@ -9,6 +9,10 @@ from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.aligned import aligned_empty
 from refmodel.rowcounts import RowCounts, row_counts
+from refmodel.threads import each, thread_count
+
+# rows of a product that one of several threads computes at a time
+_PIECE = 256
 
 #: output columns are padded with zeros to a multiple of this when weights are loaded
 COLUMN_MULTIPLE = 16
@@ -104,7 +108,9 @@ def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None =
         return np.concatenate(parts, out=out)
     out = np.empty((len(x), weights[0].matrix.shape[1]), x.dtype) if out is None else out
     for weight, cut in zip(weights, cuts):
-        _multiply_rows(x, cut.start, cut.stop, weight.matrix, weight.counts, out)
+        # the last call of a group may take in rows of the next one, whose own product then gives them their values
+        for first, count in _calls(weight.counts.plan(cut.stop - cut.start)):
+            _multiply_call(x, cut.start + first, count, weight.matrix, weight.counts, out)
     return out[:, : weights[0].out_features]
 
 
@@ -115,30 +121,30 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
     `matrix` is C-contiguous in its last two axes, or a transposed view of such.
     """
     counts = row_counts(matrix) if counts is None else counts
-    T = x.shape[-2]
-    runs = counts.plan(T)
+    T, (K, N) = x.shape[-2], matrix.shape[-2:]
+    spread = matrix.ndim == 2 and T > _PIECE and thread_count() > 1
+    runs = counts.plan(T, _PIECE) if spread else counts.plan(T)
     if len(runs) == 1 and runs[0][2] == 1:
         return counts.multiply(_pad_rows(x, runs[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
-    out = np.empty((*lead, T, matrix.shape[-1]), x.dtype)
-    _multiply_rows(x, 0, T, matrix, counts, out)
+    out = np.empty((*lead, T, N), x.dtype)
+    call = lambda rows: _multiply_call(x, *rows, matrix, counts, out)  # noqa: E731
+    each(call, _calls(runs), 2 * T * K * N if spread else 0)
     return out
 
 
-def _multiply_rows(x, start, stop, matrix, counts, out):
-    """out[..., start:stop, :] = x[..., start:stop, :] @ matrix.
+def _calls(runs):
+    """(first row, row count) of each call of a plan."""
+    return [(first, count) for start, count, calls in runs for first in range(start, start + count * calls, count)]
 
-    The last call may take in rows after `stop`, and write theirs as well: no group of rows but a later one's own
-    product gives them their values.
-    """
-    T = x.shape[-2]
-    for begin, count, calls in counts.plan(stop - start):
-        for first in range(start + begin, start + begin + count * calls, count):
-            rows, end = x[..., first : first + count, :], first + count
-            if end > T:  # reaches past the end
-                out[..., first:, :] = counts.multiply(_pad_rows(rows, count), matrix)[..., : T - first, :]
-            else:
-                counts.multiply(rows, matrix, out=out[..., first:end, :])
+
+def _multiply_call(x, first, count, matrix, counts, out):
+    """One call of a plan: out[..., first : first + count, :], as far as there are rows."""
+    rows, left = x[..., first : first + count, :], x.shape[-2] - first
+    if count > left:
+        out[..., first:, :] = counts.multiply(_pad_rows(rows, count), matrix)[..., :left, :]
+    else:
+        counts.multiply(rows, matrix, out=out[..., first : first + count, :])
 
 
 def _pad_rows(x, count):

@@ -14,6 +14,7 @@ from refmodel.experts import project
 from refmodel.linear import matmul_rows
 from refmodel.norm import normalise
 from refmodel.rope import rotate
+from refmodel.threads import each
 
 # requests are attended to together while their keys fit a core's second-level cache, and few tokens are new
 _GROUP_BYTES = 2 << 20
@@ -31,7 +32,7 @@ def project_query_and_latent(state, weights, x, scope):
         q = _inner_norm(state, q, weights.q_a_norm)
         scope.emit("q_a_norm", q)
         q = project(q, weights.q_b, numerics)
-    q = q.reshape(len(q), H, config.qk_head_dim).copy()  # [T, H, N + P]
+    q = q.reshape(len(q), H, config.qk_head_dim)
     q[:, :, -P:] = _rotate(state, q[:, :, -P:])
     scope.emit("q", q)
     scope.emit("kv_a", kv_a)
@@ -73,11 +74,14 @@ def _attend_naive(state, weights, layer, query):
     heads = np.empty((*query.shape[:2], config.v_head_dim), numerics.compute)  # [T, H, V]
     lse = np.empty(query.shape[:2], numerics.compute)
     q = numerics.widen(query)
-    for segment in _with_tokens(state.batch.segments):
+
+    def attend_segment(segment):
         rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
         k, v = _expand(state, weights, segment.cache.rows(layer, keys))
         part = attend_blocks(q[rows], k, v, keys, state.weights.softmax_scale, segment.cache_offset)
         heads[rows], lse[rows] = part
+
+    each(attend_segment, _with_tokens(state.batch.segments), q.size * config.kv_lora_rank)
     return numerics.store(heads, "attention"), lse
 
 
@@ -105,7 +109,8 @@ def _attend_absorbed(state, weights, layer, query):
     q[:, :, C:] = numerics.widen(query[:, :, N:])
     latent = np.empty((*query.shape[:2], C), numerics.compute)  # [T, H, C]
     lse = np.empty(query.shape[:2], numerics.compute)
-    for group in _alike(_with_tokens(state.batch.segments), q.shape[-1] * q.itemsize):
+
+    def attend_group(group):
         keys = np.array([segment.cache_offset + segment.stop - segment.start for segment in group])
         rows = np.array([np.arange(segment.start, segment.stop) for segment in group])  # [R, t]
         blocks = np.empty((len(group), -(-int(keys[0]) // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
@@ -118,6 +123,9 @@ def _attend_absorbed(state, weights, layer, query):
         else:
             part = attend_requests(q[rows], blocks, blocks[..., :C], keys, state.weights.softmax_scale)
         latent[rows], lse[rows] = part
+
+    groups = list(_alike(_with_tokens(state.batch.segments), q.shape[-1] * q.itemsize))
+    each(attend_group, groups, q.size * PAGE_SIZE)
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse

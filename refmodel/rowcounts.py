@@ -41,81 +41,85 @@ class RowCounts:
                 self._choose(None)
 
     def _choose(self, k_step):
+        step = k_step or self._matrix.shape[0]
         self.k_step = k_step
-        self._steps = {ANCHOR: k_step or self._matrix.shape[0]}  # row count -> its K step, or 0: not allowed
-        self._expected = self._in_calls(self._rows, ANCHOR)  # [32, N]
+        self._steps = {ANCHOR: step}  # row count -> its K step, or 0: not allowed
+        self._expected = self._in_calls(self._rows, ANCHOR, step)  # [32, N]
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
-        self.anchored = self._holds(ANCHOR)
+        self.anchored = self._holds(ANCHOR, step)
 
     def multiply(self, rows, matrix, out=None) -> np.ndarray:
         """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
-        count, (K, N) = rows.shape[-2], matrix.shape[-2:]
-        step = self._steps.get(count) or K
-        if count > _FEW or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
-            return _in_steps(rows, matrix, step, out)
-        width = max(_PANEL, _SMALL_PRODUCT // (count * step) // _PANEL * _PANEL)
-        out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
-        for start in range(0, N, width):
-            columns = slice(start, start + width)
-            _in_steps(rows, matrix[:, columns], step, out[..., columns])
-        return out
+        return _multiply(rows, matrix, self._steps.get(rows.shape[-2]) or matrix.shape[-2], out)
 
-    def _in_calls(self, rows, count):
-        return self.multiply(rows.reshape(-1, count, rows.shape[1]), self._matrix).reshape(len(rows), -1)
+    def _in_calls(self, rows, count, step):
+        return _multiply(rows.reshape(-1, count, rows.shape[1]), self._matrix, step).reshape(len(rows), -1)
 
     def allowed(self, count: int) -> bool:
         """Whether `count` rows at once give each row the anchor's bits."""
         if not self.anchored:
             return count == 1
         if count not in self._steps:
-            self._steps[count] = 0
             # the counts between powers of two are worth a probe only where those hold
-            if count & (count - 1) == 0 or (self.allowed(16) and self.allowed(64)):
-                self._steps[count] = self._probe(count)
+            worth = count & (count - 1) == 0 or (self.allowed(16) and self.allowed(64))
+            self._steps[count] = self._probe(count) if worth else 0
         return self._steps[count] > 0
 
     def _probe(self, count):
         """The K step with which `count` rows give the anchor's bits, or 0."""
         K = self._matrix.shape[0]
         steps = [K] if self.k_step is None else [self.k_step, K] if count <= _FEW else [K, self.k_step]
-        for step in steps:
-            self._steps[count] = step
-            if self._holds(count):
-                return step
-        return 0
+        return next((step for step in steps if self._holds(count, step)), 0)
 
-    def _holds(self, count: int) -> bool:
+    def _holds(self, count: int, step: int) -> bool:
         # whole calls of `count` rows; a short one shows every probe row in every position, a long one holds each in
         # many positions already
         cycle = np.arange(-(-_PROBE_ROWS // count) * count) % _PROBE_ROWS
         for shift in range(count) if count <= ANCHOR else (0, 1, 6, 11) if count <= _PROBE_ROWS else (0, 5):
             turned = np.roll(cycle, shift)
-            if not np.array_equal(self._in_calls(self._rows[turned], count), self._expected[turned]):
+            if not np.array_equal(self._in_calls(self._rows[turned], count, step), self._expected[turned]):
                 return False
         return True
 
-    def plan(self, rows: int) -> list[tuple[int, int, int]]:
-        """Split `rows` into runs (start, count, calls) of allowed counts; the last call may reach past the end."""
-        if rows not in self._plans:
+    def plan(self, rows: int, most: int = _ASCENDING[-1]) -> list[tuple[int, int, int]]:
+        """Split `rows` into runs (start, count, calls) of allowed counts; the last call may reach past the end.
+
+        `most`: no call of more rows than this (ANCHOR or more).
+        """
+        if (rows, most) not in self._plans:
             runs, start = [], 0
             while start < rows:
-                count = self._next(rows - start)
+                count = self._next(rows - start, most)
                 if runs and runs[-1][1] == count:
                     runs[-1] = (runs[-1][0], count, runs[-1][2] + 1)
                 else:
                     runs.append((start, count, 1))
                 start += count
-            self._plans[rows] = runs
-        return self._plans[rows]
+            self._plans[rows, most] = runs
+        return self._plans[rows, most]
 
-    def _next(self, left: int) -> int:
+    def _next(self, left: int, most: int) -> int:
         if not self.anchored:
             return 1
-        for count in _ASCENDING:  # the smallest count that takes all that is left, unless padding would cost too much
+        counts = [count for count in _ASCENDING if count <= most]
+        for count in counts:  # the smallest count that takes all that is left, unless padding would cost too much
             padding_pays = count - left < ANCHOR or (count < 2 * left if count <= 32 else count <= left + left // 8)
             if count >= left and padding_pays and self.allowed(count):
                 return count
-        return next(count for count in reversed(_ASCENDING) if count <= max(left, ANCHOR) and self.allowed(count))
+        return next(count for count in reversed(counts) if count <= max(left, ANCHOR) and self.allowed(count))
+
+
+def _multiply(rows, matrix, step, out=None):
+    """rows @ matrix with K in steps; few rows in panels of columns that OpenBLAS's kernel for small products takes."""
+    count, (K, N) = rows.shape[-2], matrix.shape[-2:]
+    if count > _FEW or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
+        return _in_steps(rows, matrix, step, out)
+    width = max(_PANEL, _SMALL_PRODUCT // (count * step) // _PANEL * _PANEL)
+    out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
+    for start in range(0, N, width):
+        columns = slice(start, start + width)
+        _in_steps(rows, matrix[:, columns], step, out[..., columns])
+    return out
 
 
 def _in_steps(rows, matrix, step, out):
