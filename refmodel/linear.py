@@ -107,10 +107,11 @@ def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None =
         parts = [linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)]
         return np.concatenate(parts, out=out)
     out = np.empty((len(x), weights[0].matrix.shape[1]), x.dtype) if out is None else out
+    counts = weights[0].counts
     for weight, cut in zip(weights, cuts):
         # the last call of a group may take in rows of the next one, whose own product then gives them their values
-        for first, count in _calls(weight.counts.plan(cut.stop - cut.start)):
-            _multiply_call(x, cut.start + first, count, weight.matrix, weight.counts, out)
+        for first, count in counts.plan(cut.stop - cut.start):
+            _multiply_call(x, cut.start + first, count, weight.matrix, counts, out)
     return out[:, : weights[0].out_features]
 
 
@@ -123,19 +124,13 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
     counts = row_counts(matrix) if counts is None else counts
     T, (K, N) = x.shape[-2], matrix.shape[-2:]
     spread = matrix.ndim == 2 and T > _PIECE and thread_count() > 1
-    runs = counts.plan(T, _PIECE) if spread else counts.plan(T)
-    if len(runs) == 1 and runs[0][2] == 1:
-        return counts.multiply(_pad_rows(x, runs[0][1]), matrix)[..., :T, :]
+    calls = counts.plan(T, _PIECE) if spread else counts.plan(T)
+    if len(calls) == 1:
+        return counts.multiply(_pad_rows(x, calls[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, T, N), x.dtype)
-    call = lambda rows: _multiply_call(x, *rows, matrix, counts, out)  # noqa: E731
-    each(call, _calls(runs), 2 * T * K * N if spread else 0)
+    each(lambda call: _multiply_call(x, *call, matrix, counts, out), calls, 2 * T * K * N if spread else 0)
     return out
-
-
-def _calls(runs):
-    """(first row, row count) of each call of a plan."""
-    return [(first, count) for start, count, calls in runs for first in range(start, start + count * calls, count)]
 
 
 def _multiply_call(x, first, count, matrix, counts, out):

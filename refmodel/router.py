@@ -4,8 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from refmodel.threads import each, row_pieces
+
 SCORING = ("sigmoid", "softmax")
 METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
+# rows that are routed at a time, and operations behind one score
+_PIECE, _PER_SCORE = 512, 50
 
 
 class Routing(NamedTuple):
@@ -41,37 +45,50 @@ def route(
     Source: DeepSeek-V3 report 2.1.2; transformers models/deepseek_v3 (the epsilon, the -inf mask).
     """
     logits = np.asarray(logits)
-    wide = np.float64 if logits.dtype == np.float64 else np.float32
-    logits = logits.astype(np.float64)
     _check(logits, correction_bias, top_k, n_group, topk_group, scoring_func, topk_method)
-    scores = _score(logits, scoring_func).astype(wide).astype(np.float64)  # [T, E]
-    choice = scores if correction_bias is None else scores + np.asarray(correction_bias, np.float64)
-    invalid = np.isnan(choice).any(axis=1)  # [T]
-    if invalid.any():
-        choice = np.where(invalid[:, None], 0.0, choice)
-    rows = np.arange(len(choice))[:, None]
-    if topk_method == "greedy" or n_group == 1:
-        groups, margin = None, np.full(len(choice), np.inf)
-    else:
-        T, size = len(choice), choice.shape[1] // n_group
+    wide = np.float64 if logits.dtype == np.float64 else np.float32
+    bias = None if correction_bias is None else np.asarray(correction_bias, np.float64)
+    T, E = logits.shape
+    if topk_method == "greedy":
+        n_group = topk_group = 1
+    best = 2 if topk_method == "noaux_tc" else 1  # choices that count for a group
+    routing = Routing(np.empty((T, top_k), np.int64), np.empty((T, top_k), wide), np.empty(T))
+
+    def route_rows(rows):
+        scores = _score(logits[rows].astype(np.float64), scoring_func).astype(wide).astype(np.float64)  # [t, E]
+        choice = scores if bias is None else scores + bias
+        invalid = np.isnan(choice).any(axis=1)  # [t]
+        if invalid.any():
+            choice = np.where(invalid[:, None], 0.0, choice)
+        topk_idx, margin = _select(choice, top_k, n_group, topk_group, best)
+        weights = scores[np.arange(len(scores))[:, None], topk_idx]  # [t, K]
+        if norm_topk_prob:
+            with np.errstate(invalid="ignore"):  # 0 / 0 without an epsilon is the NaN that such an engine makes
+                weights = weights / (weights.sum(axis=1, keepdims=True) + norm_eps)
+        if invalid.any():
+            topk_idx[invalid], weights[invalid], margin[invalid] = -1, 0, np.nan
+        routing.topk_idx[rows], routing.margin[rows] = topk_idx, margin
+        routing.topk_weights[rows] = weights * routed_scaling_factor
+
+    each(route_rows, row_pieces(T, _PIECE), T * E * _PER_SCORE)
+    return routing
+
+
+def _select(choice, top_k, n_group, topk_group, best):
+    """(expert ids [T, K] best first, margin [T]) of the largest choices [T, E] in the best groups."""
+    T, size = len(choice), choice.shape[1] // n_group
+    rows, margin = np.arange(T)[:, None], np.full(T, np.inf)
+    if n_group > 1:
         grouped = choice.reshape(T, n_group, size)
-        groups, margin = _groups(grouped, topk_group, 2 if topk_method == "noaux_tc" else 1)
+        groups, margin = _groups(grouped, topk_group, best)
         choice = grouped[rows, groups].reshape(T, topk_group * size)  # ids ascend
     order = _best(choice, min(top_k + 1, choice.shape[1]))  # [T, K + 1]
     margin = np.minimum(margin, _gap(choice[rows, order], top_k))
     topk_idx = order[:, :top_k]
-    if groups is not None:
+    if n_group > 1:
         group, place = np.divmod(topk_idx, size)
         topk_idx = groups[rows, group] * size + place
-    weights = scores[rows, topk_idx]  # [T, K]
-    if norm_topk_prob:
-        with np.errstate(invalid="ignore"):  # 0 / 0 without an epsilon is the NaN that such an engine makes
-            weights = weights / (weights.sum(axis=1, keepdims=True) + norm_eps)
-    weights = (weights * routed_scaling_factor).astype(wide)
-    if invalid.any():
-        topk_idx, weights = topk_idx.copy(), weights.copy()
-        topk_idx[invalid], weights[invalid], margin[invalid] = -1, 0, np.nan
-    return Routing(topk_idx.astype(np.int64), weights, margin)
+    return topk_idx, margin
 
 
 def _score(logits, scoring_func):

@@ -81,22 +81,19 @@ class RowCounts:
                 return False
         return True
 
-    def plan(self, rows: int, most: int = _ASCENDING[-1]) -> list[tuple[int, int, int]]:
-        """Split `rows` into runs (start, count, calls) of allowed counts; the last call may reach past the end.
+    def plan(self, rows: int, most: int = _ASCENDING[-1]) -> list[tuple[int, int]]:
+        """Split `rows` into calls (first row, row count) of allowed counts; the last may reach past the end.
 
         `most`: no call of more rows than this (ANCHOR or more).
         """
-        if (rows, most) not in self._plans:
-            runs, start = [], 0
+        calls = self._plans.get((rows, most))
+        if calls is None:
+            calls, start = [], 0
             while start < rows:
-                count = self._next(rows - start, most)
-                if runs and runs[-1][1] == count:
-                    runs[-1] = (runs[-1][0], count, runs[-1][2] + 1)
-                else:
-                    runs.append((start, count, 1))
-                start += count
-            self._plans[rows, most] = runs
-        return self._plans[rows, most]
+                calls.append((start, self._next(rows - start, most)))
+                start += calls[-1][1]
+            self._plans[rows, most] = calls
+        return calls
 
     def _next(self, left: int, most: int) -> int:
         if not self.anchored:

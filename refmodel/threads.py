@@ -4,6 +4,7 @@ NumPy lets go of the interpreter while it computes, so that pieces run side by s
 piece writes its own part of a result and reads nothing that another writes: the number of threads changes no bit.
 """
 
+import ctypes
 import functools
 import os
 from collections import deque
@@ -14,6 +15,8 @@ from contextvars import ContextVar, copy_context
 VARIABLE = "REFMODEL_THREADS"
 #: operations (multiply-adds and the like) below which a thread costs more than it saves
 _WORTH = 4_000_000
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 _inside: ContextVar[bool] = ContextVar("inside a piece of work", default=False)
 
@@ -67,9 +70,25 @@ def each(work: Callable, items: Iterable, operations: float):
             raise error
 
 
+def row_pieces(rows: int, size: int) -> list[slice]:
+    """All rows, in pieces of `size`, the last one shorter."""
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
 @functools.cache
 def _pool(helpers: int) -> ThreadPoolExecutor:
+    _keep_freed_memory()
     return ThreadPoolExecutor(helpers, thread_name_prefix="refmodel")
+
+
+def _keep_freed_memory():
+    """Have glibc keep what is freed for the next array: giving memory back to the system halts every thread."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another C library
+        return
+    for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+        mallopt(option, 1 << 30)
 
 
 if hasattr(os, "register_at_fork"):

@@ -140,7 +140,7 @@ def _without_rules(run):
 
     def free():
         with (
-            mock.patch.object(RowCounts, "plan", lambda self, rows: [(0, rows, 1)] if rows else []),
+            mock.patch.object(RowCounts, "plan", lambda self, rows, most=0: [(0, rows)] if rows else []),
             mock.patch.object(
                 RowCounts, "multiply", lambda self, rows, matrix, out=None: np.matmul(rows, matrix, out=out)
             ),

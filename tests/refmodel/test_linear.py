@@ -51,12 +51,13 @@ def test_product_is_right():
 
 def test_plan_covers_the_rows_with_allowed_counts():
     counts = rowcounts.row_counts(weight(128, 64, np.float64).matrix)
-    for rows in [*range(70), 100, 513, 1000, 1537]:
-        plan = counts.plan(rows)
-        ends = [start + count * calls for start, count, calls in plan]
-        assert [start for start, _, _ in plan] == [0, *ends][:-1] if rows else plan == []
-        assert all(counts.allowed(count) for _, count, _ in plan)
-        assert rows <= max(ends, default=0) < rows + rowcounts.ANCHOR + rows // 2 + 1
+    for rows in [*range(200), 513, 1000, 1537]:
+        for most in (64, 512):
+            plan = counts.plan(rows, most)
+            ends = [first + count for first, count in plan]
+            assert [first for first, _ in plan] == [0, *ends][:-1] if rows else plan == []
+            assert all(count <= most and counts.allowed(count) for _, count in plan)
+            assert rows <= max(ends, default=0) < rows + rowcounts.ANCHOR + rows // 2 + 1
 
 
 def test_a_count_that_changes_bits_is_found_and_not_used(monkeypatch):
@@ -73,7 +74,7 @@ def test_a_count_that_changes_bits_is_found_and_not_used(monkeypatch):
     assert counts.anchored
     assert counts.allowed(2)
     assert not counts.allowed(4)
-    assert all(count != 4 for rows in range(40) for _, count, _ in counts.plan(rows))
+    assert all(count != 4 for rows in range(40) for _, count in counts.plan(rows))
 
     def position_matters(a, b, **kwargs):
         out = true(a, b, **kwargs)
@@ -82,7 +83,7 @@ def test_a_count_that_changes_bits_is_found_and_not_used(monkeypatch):
     monkeypatch.setattr(np, "matmul", position_matters)
     counts = rowcounts.RowCounts(matrix)
     assert not counts.anchored
-    assert counts.plan(3) == [(0, 1, 3)]
+    assert counts.plan(3) == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_stacked_products_are_independent_too():
