@@ -12,7 +12,7 @@ import numpy as np
 
 from refmodel.linear import matmul_rows
 from refmodel.numerics import widen
-from refmodel.threads import each
+from refmodel.threads import MULTIPLY_ADD, each
 
 #: keys per block: the page size of the latent cache, FlashMLA's
 BLOCK = 64
@@ -75,7 +75,7 @@ def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: in
         out[start:stop] = part.transpose(1, 0, 2).reshape(stop - start, H, dv)
         lse[start:stop] = part_lse.T.reshape(stop - start, H)
 
-    each(attend_tile, range(0, T, _TILE), 2 * T * H * S * (d + dv))
+    each(attend_tile, range(0, T, _TILE), T * H * S * (d + dv) * MULTIPLY_ADD)
     return Attended(out, lse)
 
 

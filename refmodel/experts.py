@@ -7,15 +7,9 @@ import numpy as np
 from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
-from refmodel.threads import each
+from refmodel.threads import MULTIPLY_ADD, NUMBER, each
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
-
-
-# operations of one number's exponential and the division after it
-_PER_EXP = 20
-# operations behind each number of an expert's output row, at least: what decides whether threads are worth it
-_PER_NUMBER = 512
 
 
 class Expert(NamedTuple):
@@ -53,7 +47,7 @@ def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
         o *= widen(up[part], out.dtype)
 
     with np.errstate(over="ignore"):  # an exponential that overflows gives the 0 that it should
-        each(multiply, _slabs(gate), out.size * _PER_EXP)
+        each(multiply, _slabs(gate), out.size * NUMBER)
     return out
 
 
@@ -122,8 +116,8 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
         x = linear_input(product, experts[0].down, numerics)
         out[first:last] = numerics.store(grouped_linear(x, [expert.down for expert in experts], cuts), "expert_row")
 
-    # a recording wants its tensors in order
-    each(run, _neighbours(pairs.expert, together), 0 if emit is not None else out.size * _PER_NUMBER)
+    seconds = out.size * out.shape[1] * MULTIPLY_ADD  # at least: an expert has more weights than D * D
+    each(run, _neighbours(pairs.expert, together), 0 if emit is not None else seconds)  # a recording wants its order
     return out
 
 
@@ -178,7 +172,7 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
                 total[present] += weights[present, k, None] * widen(rows[slots[present, k]], numerics.wide)
         out[part] = numerics.store(total, "combined_row")
 
-    each(add, _slabs(out), 2 * K * out.size)
+    each(add, _slabs(out), K * out.size * NUMBER)
     return out
 
 

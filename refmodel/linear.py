@@ -9,7 +9,7 @@ from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.aligned import aligned_empty
 from refmodel.rowcounts import RowCounts, row_counts
-from refmodel.threads import each, thread_count
+from refmodel.threads import MULTIPLY_ADD, each, thread_count
 
 # rows of a product that one of several threads computes at a time
 _PIECE = 256
@@ -129,7 +129,7 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
         return counts.multiply(_pad_rows(x, calls[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, T, N), x.dtype)
-    each(lambda call: _multiply_call(x, *call, matrix, counts, out), calls, 2 * T * K * N if spread else 0)
+    each(lambda call: _multiply_call(x, *call, matrix, counts, out), calls, T * K * N * MULTIPLY_ADD if spread else 0)
     return out
 
 

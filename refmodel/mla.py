@@ -14,7 +14,7 @@ from refmodel.experts import project
 from refmodel.linear import matmul_rows
 from refmodel.norm import normalise
 from refmodel.rope import rotate
-from refmodel.threads import each
+from refmodel.threads import MULTIPLY_ADD, each
 
 # requests are attended to together while their keys fit a core's second-level cache, and few tokens are new
 _GROUP_BYTES = 2 << 20
@@ -81,7 +81,7 @@ def _attend_naive(state, weights, layer, query):
         part = attend_blocks(q[rows], k, v, keys, state.weights.softmax_scale, segment.cache_offset)
         heads[rows], lse[rows] = part
 
-    each(attend_segment, _with_tokens(state.batch.segments), q.size * config.kv_lora_rank)
+    each(attend_segment, _with_tokens(state.batch.segments), q.size * config.kv_lora_rank * MULTIPLY_ADD)
     return numerics.store(heads, "attention"), lse
 
 
@@ -124,8 +124,9 @@ def _attend_absorbed(state, weights, layer, query):
             part = attend_requests(q[rows], blocks, blocks[..., :C], keys, state.weights.softmax_scale)
         latent[rows], lse[rows] = part
 
-    groups = list(_alike(_with_tokens(state.batch.segments), q.shape[-1] * q.itemsize))
-    each(attend_group, groups, q.size * PAGE_SIZE)
+    segments = _with_tokens(state.batch.segments)
+    keys = max((segment.cache_offset + segment.stop - segment.start for segment in segments), default=0)
+    each(attend_group, _alike(segments, q.shape[-1] * q.itemsize), 2 * q.size * keys * MULTIPLY_ADD)
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse

@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from refmodel.threads import each, row_pieces
+from refmodel.threads import NUMBER, each, row_pieces
 
 SCORING = ("sigmoid", "softmax")
 METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
-# rows that are routed at a time, and operations behind one score
-_PIECE, _PER_SCORE = 512, 50
+# rows that are routed at a time
+_PIECE = 512
 
 
 class Routing(NamedTuple):
@@ -70,7 +70,7 @@ def route(
         routing.topk_idx[rows], routing.margin[rows] = topk_idx, margin
         routing.topk_weights[rows] = weights * routed_scaling_factor
 
-    each(route_rows, row_pieces(T, _PIECE), T * E * _PER_SCORE)
+    each(route_rows, row_pieces(T, _PIECE), 10 * T * E * NUMBER)
     return routing
 
 

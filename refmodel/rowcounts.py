@@ -108,7 +108,7 @@ class RowCounts:
 
 def _multiply(rows, matrix, step, out=None):
     """rows @ matrix with K in steps; few rows in panels of columns that OpenBLAS's kernel for small products takes."""
-    count, (K, N) = rows.shape[-2], matrix.shape[-2:]
+    count, N = rows.shape[-2], matrix.shape[-1]
     if count > _FEW or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
         return _in_steps(rows, matrix, step, out)
     width = max(_PANEL, _SMALL_PRODUCT // (count * step) // _PANEL * _PANEL)

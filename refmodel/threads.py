@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 
 VARIABLE = "REFMODEL_THREADS"
-#: operations (multiply-adds and the like) below which a thread costs more than it saves
-_WORTH = 4_000_000
+#: rough seconds of a processor for one multiply-add of a product, and for one number of anything else
+MULTIPLY_ADD, NUMBER = 1e-11, 1e-9
+# seconds of work below which threads cost more than they save: the interpreter is handed over at every operation
+_WORTH = 1e-3
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -32,14 +34,14 @@ def thread_count() -> int:
     return int(text)
 
 
-def each(work: Callable, items: Iterable, operations: float):
+def each(work: Callable, items: Iterable, seconds: float):
     """`work(item)` for every item, in any order and side by side; what it returns is dropped.
 
-    operations: about how many all items take together. Work within work is done in order. The first exception ends
-    it: items that no thread has begun are left, and it is raised when the others are done.
+    seconds: what all items take together on one thread, roughly. Work within work is done in order. The first
+    exception ends it: items that no thread has begun are left, and it is raised when the others are done.
     """
     waiting = deque(items)
-    threads = 1 if _inside.get() or operations < _WORTH else min(thread_count(), len(waiting))
+    threads = 1 if _inside.get() or seconds < _WORTH else min(thread_count(), len(waiting))
     if threads < 2:
         for item in waiting:
             work(item)

@@ -4,12 +4,16 @@ import ctypes
 import functools
 import os
 import platform
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
-_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
+from refmodel.threads import VARIABLE as THREADS_VARIABLE
+from refmodel.threads import thread_count
+
+_VARIABLES = (THREADS_VARIABLE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
               "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES",
               "NPY_DISABLE_CPU_FEATURES")  # fmt: skip
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
@@ -38,11 +42,29 @@ def blas_kernel() -> str:
     return str(np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"])
 
 
-@functools.cache
 def blas_threads() -> int:
     """Threads that NumPy's BLAS uses."""
     call = _openblas("get_num_threads", ctypes.c_int)
     return int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)) if call is None else call()
+
+
+def threads_at_work() -> int:
+    """Threads that products of the model run on: BLAS's own, or those that REFMODEL_THREADS asks for."""
+    return max(blas_threads(), thread_count())
+
+
+@contextmanager
+def blas_on(threads: int):
+    """NumPy's BLAS on so many threads for a while; no change where NumPy has another BLAS than OpenBLAS."""
+    change, before = _openblas("set_num_threads", None), blas_threads()
+    if change is None or threads == before:
+        yield
+        return
+    change(threads)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 @functools.cache

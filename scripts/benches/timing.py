@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.benches.environment import blas_threads
+from scripts.benches.environment import threads_at_work
+
+_TURN = 0.05  # seconds that a candidate's turn takes at least
 
 
 class Timing(NamedTuple):
@@ -64,7 +66,10 @@ class Session:
             raise ValueError(f"repeats = {self.repeats}: a median needs at least one")
 
     def interleave(self, candidates: dict[str, Callable[[], object]]) -> dict[str, Timing]:
-        """Time every candidate `repeats` times in turn, after one warm-up round, so that all meet the same machine."""
+        """Time every candidate `repeats` times in turn, after one warm-up round, so that all meet the same machine.
+
+        One that takes less than _TURN is run again until its turn has taken as long: decode steps follow each other.
+        """
         for name, run in candidates.items():
             self.note(f"{name} (warm-up)")
             run()
@@ -72,9 +77,7 @@ class Session:
         for _ in range(self.repeats):
             for name, run in candidates.items():
                 self.note(name)
-                start, began = time.perf_counter(), time.process_time()
-                run()
-                rounds[name].append((time.process_time() - began, time.perf_counter() - start))
+                rounds[name].append(_turn(run, 0 if self.quick else _TURN))
         return {name: summarise(pairs) for name, pairs in rounds.items()}
 
     def limit(self, text: str) -> str:
@@ -82,9 +85,20 @@ class Session:
         return "" if self.quick else text
 
 
+def _turn(run, least: float) -> tuple[float, float]:
+    """(CPU, wall) seconds of one run, the mean over as many as fill `least` seconds."""
+    start, began, runs = time.perf_counter(), time.process_time(), 0
+    while True:
+        run()
+        runs += 1
+        wall = time.perf_counter() - start
+        if wall >= least:
+            return (time.process_time() - began) / runs, wall / runs
+
+
 def summarise(rounds: list[tuple[float, float]]) -> Timing:
     """Medians of (CPU seconds, wall seconds)."""
-    threads = blas_threads()
+    threads = threads_at_work()
     cpu, wall = zip(*rounds)
     compared = cpu if threads == 1 else wall
     middle = statistics.median(compared)

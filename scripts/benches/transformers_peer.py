@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from scripts.benches.environment import blas_threads
+from scripts.benches.environment import threads_at_work
 from scripts.benches.size_a import next_tokens, prompts
 
 EXPERTS = ("eager", "grouped_mm")
@@ -81,7 +81,7 @@ class Peer:
         import torch
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-        torch.set_num_threads(blas_threads())
+        torch.set_num_threads(threads_at_work())
         fields = self._config.to_dict()
         fields.pop("quantization_config", None)
         config = DeepseekV3Config(**fields)

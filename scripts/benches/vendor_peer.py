@@ -11,7 +11,7 @@ import types
 from functools import cache
 from pathlib import Path
 
-from scripts.benches.environment import blas_threads
+from scripts.benches.environment import threads_at_work
 from scripts.benches.size_a import next_tokens, prompts
 
 _ROOM = 64  # cache slots beyond the context
@@ -53,7 +53,7 @@ class Peer:
     def _model(self, tokens):
         import torch
 
-        torch.set_num_threads(blas_threads())
+        torch.set_num_threads(threads_at_work())
         module, c = load(self._folder), self._config
         args = module.ModelArgs(
             max_batch_size=128, max_seq_len=tokens + _ROOM, vocab_size=c.vocab_size, dim=c.hidden_size,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fp8 import quantize
 from refmodel import rowcounts
-from refmodel.linear import DenseWeight, Fp8Weight, linear, matmul_rows
+from refmodel.aligned import LINE, aligned_empty
+from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear, matmul_rows
 
 SHAPES = [(256, 256), (192, 768), (512, 1024), (64, 576), (300, 100)]
 
@@ -41,6 +42,42 @@ def test_any_cut_of_the_rows_gives_the_same_bits(seed, parts):
     edges = np.cumsum([0, *parts])
     cut = np.concatenate([linear(x[a:b], w) for a, b in pairwise(edges)])
     assert cut.tobytes() == linear(x, w).tobytes()
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 45), min_size=1, max_size=6), st.booleans())
+def test_grouped_is_each_weight_times_its_own_rows(seed, sizes, poisoned):
+    rng = np.random.default_rng(seed)
+    edges = np.cumsum([0, *sizes]).tolist()
+    cuts = [slice(start, stop) for start, stop in pairwise(edges)]
+    weights = [weight(96, 72, np.float32, seed=i) for i in range(len(sizes))]
+    x = rng.normal(size=(edges[-1], 96)).astype(np.float32)
+    if poisoned and len(x):
+        x[rng.integers(len(x))] = np.nan  # reaches no other row, though calls take in rows of the next group
+    with np.errstate(invalid="ignore"):
+        got = grouped_linear(x, weights, cuts)
+        apart = [linear(x[cut], w) for w, cut in zip(weights, cuts)]
+    assert got.shape == (edges[-1], 72)
+    assert np.array_equal(got, np.concatenate(apart), equal_nan=True)
+
+
+def test_grouped_fp8_is_each_weight_times_its_own_rows():
+    rng = np.random.default_rng(6)
+    parts = [Fp8Weight.from_parts([quantize(rng.normal(size=(40, 200)).astype(np.float32), (128, 128))]) for _ in "abc"]
+    x = quantize(rng.normal(size=(12, 200)).astype(np.float32), (1, 128))
+    cuts = [slice(0, 5), slice(5, 6), slice(6, 12)]
+    apart = [linear(x.rows(cut), part) for part, cut in zip(parts, cuts)]
+    assert grouped_linear(x, parts, cuts).tobytes() == np.concatenate(apart).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 4), (7,), (2, 3, 1000)])
+def test_memory_that_begins_on_a_line(shape):
+    for dtype in (np.float32, np.float64, np.uint8):
+        array = aligned_empty(shape, dtype)
+        assert (array.shape, array.dtype, array.flags.c_contiguous) == (shape, dtype, True)
+        assert array.size == 0 or array.ctypes.data % LINE == 0
+        array[...] = 1
+    assert weight(300, 100, np.float32).matrix.ctypes.data % LINE == 0
 
 
 def test_product_is_right():

@@ -76,18 +76,38 @@ def test_quick_states_no_limit():
 
 def test_candidates_take_turns_after_a_warm_up():
     calls = []
-    times = Session(repeats=2).interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
+    times = Session(2, quick=True).interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")})
     assert calls == ["a", "b", "a", "b", "a", "b"]
     assert set(times) == {"a", "b"}
     with pytest.raises(ValueError, match="repeats = 0"):
         Session(repeats=0)
 
 
+def test_a_short_candidate_is_run_again_until_its_turn_is_over(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr("scripts.benches.timing.time.perf_counter", lambda: clock["now"])
+    monkeypatch.setattr("scripts.benches.timing.time.process_time", lambda: clock["now"] / 2)
+    runs = {"short": 0, "long": 0}
+
+    def takes(name, seconds):
+        def run():
+            runs[name] += 1
+            clock["now"] += seconds
+
+        return run
+
+    times = Session(1).interleave({"short": takes("short", 0.02), "long": takes("long", 0.3)})
+    assert runs == {"short": 4, "long": 2}  # warm-ups, then three short ones and a long one
+    assert times["short"].wall == pytest.approx(0.02)
+    assert times["short"].cpu == pytest.approx(0.01)
+    assert times["long"].wall == pytest.approx(0.3)
+
+
 def test_medians_and_spread(monkeypatch):
-    monkeypatch.setattr("scripts.benches.timing.blas_threads", lambda: 1)
+    monkeypatch.setattr("scripts.benches.timing.threads_at_work", lambda: 1)
     timing = summarise([(1.0, 10.0), (2.0, 30.0), (4.0, 20.0)])
     assert (timing.cpu, timing.wall, timing.spread, timing.seconds) == (2.0, 20.0, 1.5, 2.0)
-    monkeypatch.setattr("scripts.benches.timing.blas_threads", lambda: 2)
+    monkeypatch.setattr("scripts.benches.timing.threads_at_work", lambda: 2)
     timing = summarise([(1.0, 10.0), (2.0, 30.0), (4.0, 20.0)])
     assert (timing.spread, timing.seconds) == (1.0, 20.0)
 
