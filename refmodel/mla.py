@@ -86,17 +86,25 @@ def _attend_naive(state, weights, layer, query):
 
 
 def _expand(state, weights, rows):
-    """Key and value blocks [H, nb, 64, N + P] and [H, nb, 64, V] from cache rows [S, C + P]."""
+    """Key and value blocks [H, nb, 64, N + P] and [H, nb, 64, V] from cache rows [S, C + P].
+
+    Keys lie transposed, [H, nb, N + P, 64] in memory, as their product with queries wants them.
+    """
     config, numerics = state.config, state.numerics
     H, N, V, C = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     S, blocks = len(rows), -(-len(rows) // PAGE_SIZE)
-    expanded = project(rows[:, :C], weights.kv_b, numerics).reshape(S, H, N + V)
-    expanded = numerics.widen(expanded).transpose(1, 0, 2)  # [H, S, N + V]
-    k = np.zeros((H, blocks * PAGE_SIZE, config.qk_head_dim), numerics.compute)
-    v = np.zeros((H, blocks * PAGE_SIZE, V), numerics.compute)
-    k[:, :S, :N], v[:, :S] = expanded[:, :, :N], expanded[:, :, N:]
-    k[:, :S, N:] = numerics.widen(rows[:, C:])  # one rope key for all heads
-    return k.reshape(H, blocks, PAGE_SIZE, -1), v.reshape(H, blocks, PAGE_SIZE, V)
+    expanded = np.zeros((blocks * PAGE_SIZE, H, N + V), numerics.compute)
+    expanded[:S] = numerics.widen(project(rows[:, :C], weights.kv_b, numerics)).reshape(S, H, N + V)
+    k_pe = np.zeros((blocks * PAGE_SIZE, config.qk_rope_head_dim), numerics.compute)
+    k_pe[:S] = numerics.widen(rows[:, C:])
+    by_block = expanded.reshape(blocks, PAGE_SIZE, H, N + V)
+    v = np.ascontiguousarray(by_block[..., N:].transpose(2, 0, 1, 3))  # [H, nb, 64, V]
+    k = np.empty((H, blocks, config.qk_head_dim, PAGE_SIZE), numerics.compute)
+    # first within blocks, where numbers stay in cache, then whole rows of 64
+    turned = np.ascontiguousarray(by_block[..., :N].reshape(blocks, PAGE_SIZE, H * N).swapaxes(1, 2))
+    k[:, :, :N] = turned.reshape(blocks, H, N, PAGE_SIZE).swapaxes(0, 1)
+    k[:, :, N:] = k_pe.reshape(blocks, PAGE_SIZE, -1).swapaxes(1, 2)  # one rope key for all heads
+    return k.swapaxes(2, 3), v
 
 
 def _attend_absorbed(state, weights, layer, query):
