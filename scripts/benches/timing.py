@@ -11,6 +11,7 @@ from typing import NamedTuple
 from scripts.benches.environment import threads_at_work
 
 _TURN = 0.05  # seconds that a candidate's turn takes at least
+_REST = 0.05  # seconds before a turn on several threads: those of the one before spin for some while
 
 
 class Timing(NamedTuple):
@@ -77,6 +78,8 @@ class Session:
         for _ in range(self.repeats):
             for name, run in candidates.items():
                 self.note(name)
+                if threads_at_work() > 1:
+                    time.sleep(_REST)
                 rounds[name].append(_turn(run, 0 if self.quick else _TURN))
         return {name: summarise(pairs) for name, pairs in rounds.items()}
 
