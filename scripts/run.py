@@ -64,19 +64,24 @@ def read_prompts(args, model, path: Path):
         raise ValueError(
             f"--prompt: this model has a vocabulary of {model.config.vocab_size} and no tokenizer here; give --tokens"
         )
-    ids = [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in args.prompt or ()]
+    ids = [_bytes_of(text) for text in args.prompt or ()]
     ids += [_parse_ids(text) for text in args.tokens or ()]
     stored = path / "prompts.json"
     settings = json.loads(stored.read_text()) if stored.exists() else {}
     if not ids:
         if not byte_level or "prompts" not in settings:
             raise ValueError(f"{path} has no prompts.json for a byte-level model: give --tokens")
-        ids = [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in settings["prompts"]]
+        ids = [_bytes_of(text) for text in settings["prompts"]]
     for number, prompt in enumerate(ids):
         if not len(prompt):
             raise ValueError(f"prompt {number} is empty: at least one token is needed")
     sampling = {key: settings[key] for key in ("temperature", "top_p", "seed") if key in settings}
     return ids, ({} if getattr(args, "greedy", False) else sampling)
+
+
+def _bytes_of(text):
+    """The token ids of a byte-level model."""
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
 
 def _parse_ids(text):
