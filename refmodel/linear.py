@@ -8,7 +8,7 @@ import numpy as np
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.aligned import aligned_empty
-from refmodel.rowcounts import RowCounts, row_counts
+from refmodel.rowcounts import K_STEP, MOST_ROWS, PANEL, RowCounts, row_counts
 from refmodel.threads import MULTIPLY_ADD, each, thread_count
 
 # rows of a product that one of several threads computes at a time
@@ -20,10 +20,17 @@ COLUMN_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """A weight as `linear` multiplies with it: matrix [K, N padded], C-contiguous, in the compute dtype."""
+    """A weight as `linear` multiplies with it: C-contiguous, in the compute dtype.
+
+    matrix [K, N padded], or in panels of columns [N / 64, K, 64] (`in_panels`).
+    """
 
     matrix: np.ndarray
     out_features: int
+
+    @property
+    def in_features(self) -> int:
+        return self.matrix.shape[-2]
 
     @cached_property
     def counts(self) -> RowCounts:
@@ -38,6 +45,21 @@ class DenseWeight:
         matrix[:, :N], matrix[:, N:] = weight.T, 0
         matrix.flags.writeable = False
         return cls(matrix, N)
+
+
+    def in_panels(self) -> "DenseWeight":
+        """The weight in panels of columns, where it has few inputs and whole panels; else the weight itself.
+
+        A product of few rows reads each panel in one go, through OpenBLAS's kernel for small products. Which layout a
+        weight has may decide the last bits of a result: experts always take this one.
+        """
+        K, N = self.matrix.shape
+        if K > K_STEP or N % PANEL:
+            return self
+        panels = aligned_empty((N // PANEL, K, PANEL), self.matrix.dtype)
+        panels[...] = self.matrix.reshape(K, -1, PANEL).swapaxes(0, 1)
+        panels.flags.writeable = False
+        return DenseWeight(panels, self.out_features)
 
 
 @dataclass(frozen=True)
@@ -91,27 +113,38 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
                 f"linear: an FP8 weight of {weight.in_features} inputs takes BlockScaled rows of that width"
             )
         return weight.product(x)
-    K = weight.matrix.shape[0]
-    if x.ndim != 2 or x.shape[1] != K or x.dtype != weight.matrix.dtype:
-        raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {weight.matrix.dtype} weight of {K} inputs")
+    _check_fit(x, weight)
+    if weight.matrix.ndim > 2:
+        return grouped_linear(x, [weight], [slice(0, len(x))])
     product = matmul_rows(x, weight.matrix, weight.counts)
     return product if product.shape[1] == weight.out_features else product[:, : weight.out_features]
 
 
-def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None = None) -> np.ndarray:
-    """Each weight times its own rows: out[cut] = linear(x[cut], weight), unrounded [T, N].
+def _check_fit(x, weight):
+    K, dtype = weight.in_features, weight.matrix.dtype
+    if x.ndim != 2 or x.shape[1] != K or x.dtype != dtype:
+        raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {dtype} weight of {K} inputs")
 
-    The weights are of one shape and dtype. `cuts` are ascending and leave no row out. `out`: where to put the result.
+
+def grouped_linear(x, weights: list, cuts: list[slice]) -> np.ndarray:
+    """Each weight times its own rows: [T, N], the rows of a cut being linear(x[cut], its weight), unrounded.
+
+    The weights are of one shape, layout and dtype. `cuts` are ascending and leave no row out.
+    Raises ValueError as `linear` does.
     """
     if isinstance(weights[0], Fp8Weight):
-        parts = [linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)]
-        return np.concatenate(parts, out=out)
-    out = np.empty((len(x), weights[0].matrix.shape[1]), x.dtype) if out is None else out
-    counts = weights[0].counts
+        return np.concatenate([linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)])
+    _check_fit(x, weights[0])
+    counts, matrix = weights[0].counts, weights[0].matrix
+    out = np.empty((len(x), matrix.size // matrix.shape[-2]), x.dtype)
+    places, most = out, MOST_ROWS
+    if matrix.ndim > 2:
+        places = out.reshape(len(x), -1, PANEL).swapaxes(0, 1)  # [N / 64, T, 64]
+        most = counts.most_in_small
     for weight, cut in zip(weights, cuts):
         # the last call of a group may take in rows of the next one, whose own product then gives them their values
-        for first, count in counts.plan(cut.stop - cut.start):
-            _multiply_call(x, cut.start + first, count, weight.matrix, counts, out)
+        for first, count in counts.plan(cut.stop - cut.start, most):
+            _multiply_call(x, cut.start + first, count, weight.matrix, counts, places)
     return out[:, : weights[0].out_features]
 
 

@@ -12,12 +12,13 @@ CANDIDATES = (1, 2, 4, *range(16, 129, 8), *range(160, 257, 32), 320, 384, 448, 
 K_STEP = 256
 _MOST_STEPS = 4  # beyond, adding the steps of many rows costs more than few rows gain
 _ASCENDING = sorted((ANCHOR, *CANDIDATES))
+MOST_ROWS = _ASCENDING[-1]
 _PROBE_ROWS = 32
 # Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
 _OWN_MATRIX = 1 << 22
-# Multiply-adds up to which OpenBLAS takes its kernel for small products; panels are multiples of _PANEL columns, and
+# Multiply-adds up to which OpenBLAS takes its kernel for small products; panels are multiples of PANEL columns, and
 # pay for up to _FEW rows.
-_SMALL_PRODUCT, _PANEL, _FEW = 10**6, 64, 24
+_SMALL_PRODUCT, PANEL, _FEW = 10**6, 64, 24
 
 
 class RowCounts:
@@ -34,6 +35,8 @@ class RowCounts:
         self._matrix = matrix if matrix.size > _OWN_MATRIX else _like(matrix)
         self._rows = _probe_rows(matrix.shape[0], matrix.dtype)  # [32, K]
         self._plans: dict = {}
+        #: rows that OpenBLAS still multiplies by its kernel for small products, a multiple of ANCHOR
+        self.most_in_small = max(ANCHOR, _SMALL_PRODUCT // max(1, matrix.size) // ANCHOR * ANCHOR)
         self._choose(None)
         if self.anchored and K_STEP < matrix.shape[0] <= _MOST_STEPS * K_STEP:
             self._choose(K_STEP)
@@ -81,7 +84,7 @@ class RowCounts:
                 return False
         return True
 
-    def plan(self, rows: int, most: int = _ASCENDING[-1]) -> list[tuple[int, int]]:
+    def plan(self, rows: int, most: int = MOST_ROWS) -> list[tuple[int, int]]:
         """Split `rows` into calls (first row, row count) of allowed counts; the last may reach past the end.
 
         `most`: no call of more rows than this (ANCHOR or more).
@@ -111,7 +114,7 @@ def _multiply(rows, matrix, step, out=None):
     count, N = rows.shape[-2], matrix.shape[-1]
     if count > _FEW or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
         return _in_steps(rows, matrix, step, out)
-    width = max(_PANEL, _SMALL_PRODUCT // (count * step) // _PANEL * _PANEL)
+    width = max(PANEL, _SMALL_PRODUCT // (count * step) // PANEL * PANEL)
     out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
     for start in range(0, N, width):
         columns = slice(start, start + width)

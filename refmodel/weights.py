@@ -120,6 +120,10 @@ class LayerWeights:
     def _mlp(self, name):
         return Expert(self._linear(f"{name}.gate_proj", f"{name}.up_proj"), self._linear(f"{name}.down_proj"))
 
+    def _expert(self, e):
+        weights = self._mlp(f"mlp.experts.{e}")
+        return Expert(*(weight.in_panels() if isinstance(weight, DenseWeight) else weight for weight in weights))
+
     input_norm = cached_property(lambda self: self._stored("input_layernorm"))
     post_norm = cached_property(lambda self: self._stored("post_attention_layernorm"))
     q_a_norm = cached_property(lambda self: self._stored("self_attn.q_a_layernorm"))
@@ -165,7 +169,7 @@ class LayerWeights:
     @cached_property
     def experts(self) -> "Experts":
         """The routed experts by logical id."""
-        return Experts(self._mlp, self._config.n_routed_experts, self._weights.keep)
+        return Experts(self._expert, self._config.n_routed_experts, self._weights.keep)
 
     # the MTP layer's own tensors
     enorm = cached_property(lambda self: self._stored("enorm"))
@@ -184,7 +188,7 @@ class Experts(Sequence):
     def __init__(self, make, count: int, keep: bool):
         self._make, self.kept = make, keep
         self._made: list[Expert | None] = [None] * count
-        self._arrays: dict[str, np.ndarray] = {}  # field of Expert -> [count, K, N], written where experts are made
+        self._arrays: dict[str, np.ndarray] = {}  # field of Expert -> [count, ...], written where experts are made
 
     def __len__(self):
         return len(self._made)
@@ -192,7 +196,7 @@ class Experts(Sequence):
     def __getitem__(self, e: int) -> Expert:
         made = self._made[e]
         if made is None:
-            made = self._make(f"mlp.experts.{e}")
+            made = self._make(e)
             if self.kept:
                 made = Expert(*(self._beside(e, field, weight) for field, weight in zip(Expert._fields, made)))
                 self._made[e] = made
