@@ -46,7 +46,6 @@ class DenseWeight:
         matrix.flags.writeable = False
         return cls(matrix, N)
 
-
     def in_panels(self) -> "DenseWeight":
         """The weight in panels of columns, where it has few inputs and whole panels; else the weight itself.
 
@@ -139,7 +138,7 @@ def grouped_linear(x, weights: list, cuts: list[slice]) -> np.ndarray:
     out = np.empty((len(x), matrix.size // matrix.shape[-2]), x.dtype)
     places, most = out, MOST_ROWS
     if matrix.ndim > 2:
-        places = out.reshape(len(x), -1, PANEL).swapaxes(0, 1)  # [N / 64, T, 64]
+        places = out.reshape(len(x), len(matrix), PANEL).swapaxes(0, 1)  # [N / 64, T, 64]
         most = counts.most_in_small
     for weight, cut in zip(weights, cuts):
         # the last call of a group may take in rows of the next one, whose own product then gives them their values

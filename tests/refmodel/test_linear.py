@@ -45,20 +45,44 @@ def test_any_cut_of_the_rows_gives_the_same_bits(seed, parts):
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 45), min_size=1, max_size=6), st.booleans())
-def test_grouped_is_each_weight_times_its_own_rows(seed, sizes, poisoned):
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 45), min_size=1, max_size=6), st.booleans(), st.booleans())
+def test_grouped_is_each_weight_times_its_own_rows(seed, sizes, poisoned, panels):
     rng = np.random.default_rng(seed)
     edges = np.cumsum([0, *sizes]).tolist()
     cuts = [slice(start, stop) for start, stop in pairwise(edges)]
-    weights = [weight(96, 72, np.float32, seed=i) for i in range(len(sizes))]
+    N = 128 if panels else 72
+    weights = [weight(96, N, np.float32, seed=i) for i in range(len(sizes))]
+    if panels:
+        weights = [w.in_panels() for w in weights]
     x = rng.normal(size=(edges[-1], 96)).astype(np.float32)
     if poisoned and len(x):
         x[rng.integers(len(x))] = np.nan  # reaches no other row, though calls take in rows of the next group
     with np.errstate(invalid="ignore"):
         got = grouped_linear(x, weights, cuts)
         apart = [linear(x[cut], w) for w, cut in zip(weights, cuts)]
-    assert got.shape == (edges[-1], 72)
+    assert got.shape == (edges[-1], N)
     assert np.array_equal(got, np.concatenate(apart), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("K", "N"), [(128, 512), (256, 64), (24, 192)])
+def test_panels_are_the_same_columns_and_rows_stay_independent(K, N, dtype):
+    rng = np.random.default_rng(7)
+    whole = weight(K, N, dtype)
+    panels = whole.in_panels()
+    assert (panels.matrix.shape, panels.in_features) == ((N // 64, K, 64), K)
+    for n in (0, 63, N - 1):
+        np.testing.assert_array_equal(panels.matrix[n // 64, :, n % 64], whole.matrix[:, n])
+    x = rng.normal(size=(300, K)).astype(dtype)
+    together = linear(x, panels)
+    np.testing.assert_allclose(together, linear(x, whole), rtol=0, atol=1e-5 if dtype == np.float32 else 1e-13)
+    for start, stop in [(0, 1), (3, 20), (5, 140), (299, 300), (40, 73)]:
+        assert linear(x[start:stop], panels).tobytes() == together[start:stop].tobytes()
+
+
+def test_a_weight_of_many_inputs_or_of_part_of_a_panel_stays_whole():
+    for K, N in [(257, 64), (64, 80)]:
+        assert weight(K, N, np.float32).in_panels().matrix.shape == (K, N)
 
 
 def test_grouped_fp8_is_each_weight_times_its_own_rows():

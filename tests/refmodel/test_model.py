@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def test_equals_the_oracle(name, phase):
     expected, _ = model_oracle.forward(RandomTensors(VARIANTS[name], 0), VARIANTS[name], ids)
     got = tiny_model(name).forward(ids, phase=phase)
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_a_model_too_large_to_keep_has_the_same_bits(numerics, monkeypatch):
+    config, ids = replace(TINY, hidden_size=64), some_ids(80)  # experts' down projections lie in panels
+    kept = Model.random(config, numerics=numerics, compute="float64")
+    assert kept.weights.layer(1).experts.kept
+    monkeypatch.setattr("refmodel.weights.DECODED_BUDGET", 0)
+    made_anew = Model.random(config, numerics=numerics, compute="float64")
+    assert not made_anew.weights.layer(1).experts.kept
+    for phase in ("prefill", "decode"):
+        assert same(kept.forward(ids, phase=phase), made_anew.forward(ids, phase=phase))
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
