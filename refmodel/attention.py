@@ -18,6 +18,8 @@ from refmodel.threads import MULTIPLY_ADD, each
 BLOCK = 64
 # queries per tile: bounds the score matrix, and lets a causal tile skip the blocks after it
 _TILE = 64
+# numbers of the blocks' results that are computed in one go before they are added up
+_VALUES = 1 << 20
 
 
 class Attended(NamedTuple):
@@ -104,10 +106,13 @@ def _attend_rows(q, k_blocks, v_blocks, visible, scale):
     # sums start at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
     total = np.zeros(top.shape, q.dtype)
     acc = np.zeros((*top.shape, v_blocks.shape[-1]), q.dtype)  # [G, rows, dv]
-    block_values = matmul_rows(p, v_blocks)  # [G, nb, rows, dv]
-    for b in range(k_blocks.shape[1]):
-        total += block_sums[:, b]
-        acc += block_values[:, b]
+    step = max(1, _VALUES // max(1, acc.size))
+    for first in range(0, k_blocks.shape[1], step):
+        blocks = slice(first, first + step)
+        values = matmul_rows(p[:, blocks], v_blocks[:, blocks])  # [G, step, rows, dv]
+        for b in range(values.shape[1]):
+            total += block_sums[:, first + b]
+            acc += values[:, b]
     with np.errstate(divide="ignore", invalid="ignore"):
         acc /= total[..., None]
         lse = np.log(total) + top

@@ -99,9 +99,10 @@ def _expand(state, weights, rows):
     k_pe[:S] = numerics.widen(rows[:, C:])
     by_block = expanded.reshape(blocks, PAGE_SIZE, H, N + V)
     v = np.ascontiguousarray(by_block[..., N:].transpose(2, 0, 1, 3))  # [H, nb, 64, V]
-    k = np.empty((H, blocks, config.qk_head_dim, PAGE_SIZE), numerics.compute)
     # first within blocks, where numbers stay in cache, then whole rows of 64
     turned = np.ascontiguousarray(by_block[..., :N].reshape(blocks, PAGE_SIZE, H * N).swapaxes(1, 2))
+    del expanded, by_block  # of a long context these are the largest arrays of a layer
+    k = np.empty((H, blocks, config.qk_head_dim, PAGE_SIZE), numerics.compute)
     k[:, :, :N] = turned.reshape(blocks, H, N, PAGE_SIZE).swapaxes(0, 1)
     k[:, :, N:] = k_pe.reshape(blocks, PAGE_SIZE, -1).swapaxes(1, 2)  # one rope key for all heads
     return k.swapaxes(2, 3), v

@@ -60,8 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         prog=f"refmodel {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
+    arguments = parser.parse_args(argv[1:])
     try:
-        return module.run(parser.parse_args(argv[1:])) or 0
+        if "REFMODEL_THREADS" in os.environ:  # a wrong number is told before anything is computed
+            importlib.import_module("refmodel.threads").thread_count()
+        return module.run(arguments) or 0
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

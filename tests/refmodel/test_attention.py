@@ -48,6 +48,16 @@ def test_equals_the_oracle(seed, T, S, heads, offset):
     np.testing.assert_allclose(got.lse, lse, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("values", [1, 10_000, 1 << 30])
+def test_how_many_blocks_are_multiplied_at_once_changes_no_bit(values, monkeypatch):
+    rng = np.random.default_rng(1)
+    q, k, v = (x.astype(np.float32) for x in draw(rng, 80, 300, 2, 2, 24, 16))
+    expected = attend(q, k, v, 0.2, 220, dtype=np.float32)
+    monkeypatch.setattr("refmodel.attention._VALUES", values)
+    got = attend(q, k, v, 0.2, 220, dtype=np.float32)
+    assert (got.out.tobytes(), got.lse.tobytes()) == (expected.out.tobytes(), expected.lse.tobytes())
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("Hk", [1, 4])
 def test_chunks_give_the_bits_of_the_whole(Hk, dtype):

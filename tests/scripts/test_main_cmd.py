@@ -25,6 +25,14 @@ def test_unknown_command(capsys):
     assert "no command 'rnu'; there are run" in capsys.readouterr().err
 
 
+def test_a_wrong_number_of_threads_is_told_at_once(capsys, monkeypatch):
+    monkeypatch.setenv("REFMODEL_THREADS", "two")
+    assert main(["estimate"]) == 2
+    assert capsys.readouterr().err == (
+        "refmodel estimate: error: REFMODEL_THREADS = 'two': must be a whole number from 1\n"
+    )
+
+
 @pytest.mark.parametrize("name", available())
 def test_help_has_an_example(capsys, name):
     with pytest.raises(SystemExit) as stop:
