@@ -7,7 +7,7 @@ import numpy as np
 
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
-from refmodel.aligned import aligned_empty
+from refmodel.memory import aligned_empty
 from refmodel.rowcounts import K_STEP, MOST_ROWS, PANEL, RowCounts, row_counts
 from refmodel.threads import MULTIPLY_ADD, each, thread_count
 

@@ -8,7 +8,7 @@ every candidate whose result on a probe equals the anchor's bit for bit in every
 import numpy as np
 
 ANCHOR = 8
-CANDIDATES = (1, 2, 4, *range(16, 129, 8), *range(160, 257, 32), 320, 384, 448, 512)
+CANDIDATES = (1, 2, 4, *range(16, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
 K_STEP = 256
 _MOST_STEPS = 4  # beyond, adding the steps of many rows costs more than few rows gain
 _ASCENDING = sorted((ANCHOR, *CANDIDATES))

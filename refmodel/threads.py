@@ -4,7 +4,6 @@ NumPy lets go of the interpreter while it computes, so that pieces run side by s
 piece writes its own part of a result and reads nothing that another writes: the number of threads changes no bit.
 """
 
-import ctypes
 import functools
 import os
 from collections import deque
@@ -12,13 +11,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 
+from refmodel.memory import keep_freed_memory
+
 VARIABLE = "REFMODEL_THREADS"
 #: rough seconds of a processor for one multiply-add of a product, and for one number of anything else
 MULTIPLY_ADD, NUMBER = 1e-11, 1e-9
 # seconds of work below which threads cost more than they save: the interpreter is handed over at every operation
 _WORTH = 1e-3
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 _inside: ContextVar[bool] = ContextVar("inside a piece of work", default=False)
 
@@ -79,18 +78,8 @@ def row_pieces(rows: int, size: int) -> list[slice]:
 
 @functools.cache
 def _pool(helpers: int) -> ThreadPoolExecutor:
-    _keep_freed_memory()
+    keep_freed_memory()  # giving memory back halts every thread
     return ThreadPoolExecutor(helpers, thread_name_prefix="refmodel")
-
-
-def _keep_freed_memory():
-    """Have glibc keep what is freed for the next array: giving memory back to the system halts every thread."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # another C library
-        return
-    for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        mallopt(option, 1 << 30)
 
 
 if hasattr(os, "register_at_fork"):

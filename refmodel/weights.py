@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from fp8 import quantize
-from refmodel.aligned import aligned_empty
 from refmodel.experts import Expert
 from refmodel.linear import DenseWeight, Fp8Weight
+from refmodel.memory import aligned_empty
 from refmodel.numerics import Numerics, round_to, widen
 from refmodel.rope import softmax_scale, yarn_frequencies
 from refmodel.schema import needed_tensors

@@ -62,8 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     module.add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
     try:
-        if "REFMODEL_THREADS" in os.environ:  # a wrong number is told before anything is computed
-            importlib.import_module("refmodel.threads").thread_count()
+        importlib.import_module("refmodel.threads").thread_count()  # a wrong number is told before anything runs
+        if not any(name.startswith("MALLOC_") for name in os.environ):
+            importlib.import_module("refmodel.memory").keep_freed_memory()
         return module.run(arguments) or 0
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

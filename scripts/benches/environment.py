@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
         "processor": _processor(),
         "processors": str(os.cpu_count()),
         "load average": f"{os.getloadavg()[0]:.1f}",
-        "malloc": "as set below" if any(name.startswith("MALLOC") for name in os.environ) else "the defaults",
+        "malloc": "as set below" if any(name.startswith("MALLOC") for name in os.environ) else "freed memory is kept",
     }
     return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fp8 import quantize
 from refmodel import rowcounts
-from refmodel.aligned import LINE, aligned_empty
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear, matmul_rows
+from refmodel.memory import LINE
 
 SHAPES = [(256, 256), (192, 768), (512, 1024), (64, 576), (300, 100)]
 
@@ -94,14 +94,9 @@ def test_grouped_fp8_is_each_weight_times_its_own_rows():
     assert grouped_linear(x, parts, cuts).tobytes() == np.concatenate(apart).tobytes()
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (0, 4), (7,), (2, 3, 1000)])
-def test_memory_that_begins_on_a_line(shape):
-    for dtype in (np.float32, np.float64, np.uint8):
-        array = aligned_empty(shape, dtype)
-        assert (array.shape, array.dtype, array.flags.c_contiguous) == (shape, dtype, True)
-        assert array.size == 0 or array.ctypes.data % LINE == 0
-        array[...] = 1
+def test_a_weight_begins_on_a_cache_line():
     assert weight(300, 100, np.float32).matrix.ctypes.data % LINE == 0
+    assert weight(64, 128, np.float64).in_panels().matrix.ctypes.data % LINE == 0
 
 
 def test_product_is_right():
