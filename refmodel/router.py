@@ -10,6 +10,8 @@ SCORING = ("sigmoid", "softmax")
 METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
 # rows that are routed at a time
 _PIECE = 512
+# up to here one sort of every row takes less than picking the best, the second best, ...
+_FEW_ROWS = 16
 
 
 class Routing(NamedTuple):
@@ -124,7 +126,7 @@ def _groups(grouped, topk_group, best):
 def _best(choice, count):
     """Positions of the `count` largest numbers of each row, descending, of equal ones the lowest first: [T, count]."""
     # after -inf, what has been taken could not be told from what must not be taken again
-    if len(choice) < 64 or np.isneginf(choice).any():
+    if len(choice) < _FEW_ROWS or np.isneginf(choice).any():
         return np.argsort(-choice, axis=1, kind="stable")[:, :count]
     left, rows = choice.copy(), np.arange(len(choice))
     order = np.empty((len(choice), count), np.int64)

@@ -42,13 +42,11 @@ def ordered_sum(
 
 def _add_terms(total, rows, index, starts, counts, weights) -> None:
     """Add the first term of every group, then the second of those that have one, and so on."""
+    everywhere = int(counts.min(initial=counts.max(initial=0)))  # terms that no group lacks
     for depth in range(int(counts.max(initial=0))):
-        groups = np.flatnonzero(counts > depth)
+        groups = np.flatnonzero(counts > depth) if depth >= everywhere else slice(None)
         terms = starts[groups] + depth
         values = np.take(rows, index[terms], axis=0).astype(total.dtype, copy=False)  # a copy of our own already
         if weights is not None:
             values *= weights[terms]
-        if len(groups) == len(total):
-            total += values
-        else:
-            total[groups] += values
+        total[groups] += values
