@@ -36,7 +36,11 @@ class Picked:
 
     def __getitem__(self, rows) -> np.ndarray:
         """The rows that a slice or an index array [m] names, as an array of its own."""
-        return np.take(self.base, self.index[rows], axis=0)
+        return self.base.take(self.index[rows], axis=0)
+
+    def take(self, rows, axis: int) -> np.ndarray:
+        """As of an array: `axis` is 0."""
+        return self[rows]
 
     def owned(self) -> "Picked":
         """The same rows of a read-only copy."""
@@ -125,7 +129,7 @@ class Pool(NamedTuple):
         counts = np.ascontiguousarray(self.splits[chosen, dst])
         total = int(counts.sum())
         index = np.repeat(self.first[chosen, dst] - (np.cumsum(counts) - counts), counts) + np.arange(total)
-        arrays = {name: array[index] for name, array in self.arrays.items()}
+        arrays = {name: array.take(index, axis=0) for name, array in self.arrays.items()}
         control = None if self.control is None else self.control[chosen, dst]
         return Received(sources, counts, arrays, control, {})
 

@@ -33,6 +33,7 @@ class RankedPass:
         self.deployment, self.model, self.work, self.step = deployment, deployment.model, work, step
         depth, dense = self.model.config.num_hidden_layers, self.model.config.first_k_dense_replace
         self.plan = LayerPlan.mtp(depth) if work.mtp else LayerPlan.of(depth, dense)
+        self._reads = {(layer, stage): self.plan.reads(layer, stage) for layer, stage in self.plan.program()}
         self.parts = self._distribute()
 
     def operations(self) -> Iterator[Operation]:
@@ -62,7 +63,7 @@ class RankedPass:
     def _ready(self, op: Op) -> bool:
         """Whether an operation waits for nothing: asked far more often than what it waits for."""
         part = self.parts[op.rank, op.micro_batch]
-        if not part.done.issuperset(self.plan.reads(op.layer, op.stage)):
+        if not part.done.issuperset(self._reads[op.layer, op.stage]):
             return False
         if op.stage in _RECEIVING:
             return part.state.values["exchange"].ready(op.stage)
@@ -73,7 +74,7 @@ class RankedPass:
         part = self.parts[op.rank, op.micro_batch]
         missing = [
             f"its own {stage} of layer {layer}"
-            for layer, stage in self.plan.reads(op.layer, op.stage)
+            for layer, stage in self._reads[op.layer, op.stage]
             if (layer, stage) not in part.done
         ]
         if missing:

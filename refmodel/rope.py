@@ -103,6 +103,7 @@ def rotate(x, cos, sin, interleaved: bool = True, cast_each=None) -> np.ndarray:
         real, imag, to_real, to_imag = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
     else:
         real, imag, to_real, to_imag = x[..., :half], x[..., half:], out[..., :half], out[..., half:]
+    real, imag = np.ascontiguousarray(real), np.ascontiguousarray(imag)  # each is read twice
     np.subtract(_cast(real * cos, cast_each), _cast(imag * sin, cast_each), out=to_real)
     np.add(_cast(real * sin, cast_each), _cast(imag * cos, cast_each), out=to_imag)
     return out
