@@ -16,7 +16,7 @@ class Received(NamedTuple):
 
     sources: tuple[int, ...]
     counts: np.ndarray  # int64 [S] rows from each source
-    arrays: dict[str, np.ndarray]  # name -> [sum(counts), ...], read-only where nothing had to be joined
+    arrays: dict[str, np.ndarray]  # name -> [sum(counts), ...], read-only where nothing had to be joined; see `receive`
     control: np.ndarray | None  # int32 or int64 [sources that sent control words, words]; None if there is none
     lengths: dict[str, np.ndarray]  # ragged array -> int64 [sum(counts)] bytes of each row
 
@@ -41,6 +41,11 @@ class Picked:
     def take(self, rows, axis: int) -> np.ndarray:
         """As of an array: `axis` is 0."""
         return self[rows]
+
+    @classmethod
+    def of(cls, array: "np.ndarray | Picked", index: np.ndarray) -> "Picked":
+        """Rows of an array, or of rows picked before."""
+        return cls(array.base, array.index[index]) if isinstance(array, Picked) else cls(array, index)
 
     def owned(self) -> "Picked":
         """The same rows of a read-only copy."""
@@ -124,12 +129,13 @@ class Pool(NamedTuple):
         control = np.stack([part.control for part in parts]) if any(with_control) else None
         return cls(arrays, first, splits, control)
 
-    def part(self, dst: int, sources: tuple[int, ...]) -> Received:
+    def part(self, dst: int, sources: tuple[int, ...], gathered: bool) -> Received:
         chosen = slice(None) if len(sources) == len(self.splits) else list(sources)
         counts = np.ascontiguousarray(self.splits[chosen, dst])
         total = int(counts.sum())
         index = np.repeat(self.first[chosen, dst] - (np.cumsum(counts) - counts), counts) + np.arange(total)
-        arrays = {name: array.take(index, axis=0) for name, array in self.arrays.items()}
+        pick = (lambda array: array.take(index, axis=0)) if gathered else (lambda array: Picked.of(array, index))
+        arrays = {name: pick(array) for name, array in self.arrays.items()}
         control = None if self.control is None else self.control[chosen, dst]
         return Received(sources, counts, arrays, control, {})
 

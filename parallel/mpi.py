@@ -62,9 +62,9 @@ class MpiNetwork(Network):
             raise ValueError(f"rank {src} sent {describe(tag)} twice: one send for each rank and tag")
         super().send_rows(src, arrays, splits, tag, *args, **kwargs)
 
-    def receive(self, dst, tag, sources=None):
+    def receive(self, dst, tag, sources=None, *, gathered=True):
         self._must_be_local(dst, "receive")
-        return super().receive(dst, tag, sources)
+        return super().receive(dst, tag, sources, gathered=gathered)
 
     def flush(self, tag: Tag) -> None:
         """Exchange what this process's ranks have sent under the tag so far; every process must call it."""

@@ -93,9 +93,10 @@ class Network:
         sent = self._sent.get(tag, ())
         return [source for source in (sources or self._all) if source not in sent]
 
-    def receive(self, dst: int, tag: Tag, sources: Sequence[int] | None = None) -> Received:
+    def receive(self, dst: int, tag: Tag, sources: Sequence[int] | None = None, *, gathered: bool = True) -> Received:
         """Take what `sources` (all ranks by default) sent to `dst`; rows of an array stand in the order of `sources`.
 
+        Without `gathered` an array may be a `Picked`: for one who takes rows from it once, and saves a copy of them.
         Raises NotDelivered if a source has not sent yet, and ValueError if `dst` took its part before.
         """
         sources = self._all if sources is None else tuple(sources)
@@ -103,7 +104,7 @@ class Network:
             missing = self.missing(dst, tag, sources)
             raise NotDelivered(f"rank {dst} has not received {describe(tag)} from rank(s) {some_ranks(missing)}")
         self._check_terms(dst, tag, sources)
-        received = self._join(dst, tag, sources)
+        received = self._join(dst, tag, sources, gathered)
         self._take(dst, tag, sources)
         return received
 
@@ -160,14 +161,14 @@ class Network:
         self._sent.setdefault(tag, {})[src] = outgoing
         self._left[tag] = self._left.get(tag, 0) + len(outgoing.destinations)
 
-    def _join(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> Received:
+    def _join(self, dst: int, tag: Tag, sources: tuple[int, ...], gathered: bool) -> Received:
         if sources == self._all and len(sources) >= _MANY_RANKS and tag not in self._pools:
             pool = self._pools[tag] = Pool.of(self._parts(dst, tag, sources))
             if pool is not None:  # which now has the rows: the sources' own arrays need not stay beside it
                 sent = self._sent[tag]
                 sent.update({source: sent[source]._replace(arrays={}) for source in sources})
         if self._pools.get(tag) is not None:
-            return self._pools[tag].part(dst, sources)
+            return self._pools[tag].part(dst, sources, gathered)
         return join_parts(dst, sources, self._parts(dst, tag, sources))
 
     def _parts(self, dst: int, tag: Tag, sources: tuple[int, ...]) -> list[Outgoing]:

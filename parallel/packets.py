@@ -92,7 +92,7 @@ class PacketNetwork(Network):
         self._seen.add(key)
         self._mail.setdefault((packet.dst, packet.tag), {})[packet.src] = packet
 
-    def _join(self, dst, tag, sources):
+    def _join(self, dst, tag, sources, gathered):
         for source in sources:
             self._verify(self._mail[dst, tag][source], dst, tag)
         return join_parts(dst, sources, self._parts(dst, tag, sources))

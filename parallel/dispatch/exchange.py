@@ -96,10 +96,10 @@ class Exchange:
         """The place that an error names."""
         return f"rank {self.rank}, {describe(self._tag(stage))}"
 
-    def _receive(self, stage: str) -> Received:
+    def _receive(self, stage: str, gathered: bool = True) -> Received:
         """The one exchange that this stage waits for."""
         ((tag, sources),) = self._awaits(stage)
-        return self.network.receive(self.rank, tag, sources)
+        return self.network.receive(self.rank, tag, sources, gathered=gathered)
 
     def _checked(self, x, topk_idx, topk_weights) -> tuple[np.ndarray, np.ndarray]:
         topk_idx = check_topk_idx(topk_idx, self.num_experts, self.topology)

@@ -121,7 +121,7 @@ class LowLatencyExchange(Exchange):
         self.network.send_rows(self.rank, arrays, self._from, self._tag("combine_send"), control=flags, lengths=lengths)
 
     def combine_recv(self):
-        received = self._receive("combine_recv")
+        received = self._receive("combine_recv", gathered=self.logfmt)  # the sum takes each row once
         rows = received.arrays["x"]  # [n, D] in the order of sending
         if self.logfmt:
             rows = logfmt.decode(logfmt.Encoded(rows, received.lengths["x"]), self._width)

@@ -46,7 +46,7 @@ def _add_terms(total, rows, index, starts, counts, weights) -> None:
     for depth in range(int(counts.max(initial=0))):
         groups = np.flatnonzero(counts > depth) if depth >= everywhere else slice(None)
         terms = starts[groups] + depth
-        values = np.take(rows, index[terms], axis=0).astype(total.dtype, copy=False)  # a copy of our own already
+        values = rows.take(index[terms], axis=0).astype(total.dtype, copy=False)  # a copy of our own already
         if weights is not None:
             values *= weights[terms]
         total[groups] += values
