@@ -7,6 +7,7 @@ import numpy as np
 from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
+from refmodel.rowcounts import ANCHOR
 from refmodel.threads import MULTIPLY_ADD, NUMBER, each
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
@@ -107,7 +108,7 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
         first, last = spans[0][1], spans[-1][2]
         experts = [expert_of(e) for e, _, _ in spans]
         cuts = [slice(start - first, stop - first) for _, start, stop in spans]
-        x = linear_input(take_rows(pairs.x, pairs.row[first:last]), experts[0].gate_up, numerics)
+        x = linear_input(take_rows(pairs.x, pairs.row[first : last + ANCHOR]), experts[0].gate_up, numerics)
         gate_up = numerics.store(grouped_linear(x, [expert.gate_up for expert in experts], cuts), "linear")  # [n, 2 I]
         gate, up, product = activate(gate_up, numerics)
         if emit is not None:

@@ -126,25 +126,28 @@ def _check_fit(x, weight):
 
 
 def grouped_linear(x, weights: list, cuts: list[slice]) -> np.ndarray:
-    """Each weight times its own rows: [T, N], the rows of a cut being linear(x[cut], its weight), unrounded.
+    """Each weight times its own rows: [n, N], the rows of a cut being linear(x[cut], its weight), unrounded.
 
-    The weights are of one shape, layout and dtype. `cuts` are ascending and leave no row out.
-    Raises ValueError as `linear` does.
+    The weights are of one shape, layout and dtype. `cuts` ascend and cover the first n rows of x; a few rows more
+    spare a copy of the last group. Raises ValueError as `linear` does.
     """
     if isinstance(weights[0], Fp8Weight):
         return np.concatenate([linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)])
     _check_fit(x, weights[0])
-    counts, matrix = weights[0].counts, weights[0].matrix
-    out = np.empty((len(x), matrix.size // matrix.shape[-2]), x.dtype)
-    places, most = out, MOST_ROWS
-    if matrix.ndim > 2:
-        places = out.reshape(len(x), len(matrix), PANEL).swapaxes(0, 1)  # [N / 64, T, 64]
-        most = counts.most_in_small
-    for weight, cut in zip(weights, cuts):
-        # the last call of a group may take in rows of the next one, whose own product then gives them their values
-        for first, count in counts.plan(cut.stop - cut.start, most):
-            _multiply_call(x, cut.start + first, count, weight.matrix, counts, places)
-    return out[:, : weights[0].out_features]
+    counts, matrix, n = weights[0].counts, weights[0].matrix, cuts[-1].stop
+    most = MOST_ROWS if matrix.ndim == 2 else counts.most_in_small
+    # the last call of a group may take in rows of the next one, whose own product then gives them their values
+    calls = [
+        (cut.start + first, count, weight.matrix)
+        for weight, cut in zip(weights, cuts)
+        for first, count in counts.plan(cut.stop - cut.start, most)
+    ]
+    reach = max((first + count for first, count, _ in calls), default=0)
+    out = np.empty((max(n, reach), matrix.size // matrix.shape[-2]), x.dtype)
+    places = out if matrix.ndim == 2 else out.reshape(len(out), len(matrix), PANEL).swapaxes(0, 1)  # [N / 64, ., 64]
+    for first, count, own in calls:
+        counts.multiply(_pad_rows(x[first : first + count], count), own, out=places[..., first : first + count, :])
+    return out[:n, : weights[0].out_features]
 
 
 def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = None) -> np.ndarray:
