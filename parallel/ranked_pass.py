@@ -86,9 +86,9 @@ class RankedPass:
                 missing.append(f"packets of {op.stage}, layer {op.layer}, from ranks {', '.join(map(str, ranks))}")
         if op.stage == "attn_core":  # one request may span both micro-batches
             for segment in part.state.batch.segments:
-                keys, written = segment.cache_offset + segment.stop - segment.start, segment.cache.written[op.layer]
-                if written < keys:
-                    missing.append(f"keys {written} to {keys - 1} of layer {op.layer}, not yet in the cache")
+                written = segment.cache.written[op.layer]
+                if written < segment.keys:
+                    missing.append(f"keys {written} to {segment.keys - 1} of layer {op.layer}, not yet in the cache")
         return missing
 
     def _distribute(self) -> dict[tuple[int, int], Part]:

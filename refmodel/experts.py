@@ -8,7 +8,7 @@ from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
 from refmodel.rowcounts import ANCHOR
-from refmodel.threads import MULTIPLY_ADD, NUMBER, each
+from refmodel.threads import MULTIPLY_ADD, NUMBER, each, row_pieces
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
 
@@ -56,8 +56,7 @@ def _slabs(x):
     """Index expressions that cover a matrix a few rows at a time, so that several passes over them stay in cache."""
     if x.ndim != 2:
         return [...]
-    step = max(1, _CACHED // max(1, x.shape[1]))
-    return [slice(start, start + step) for start in range(0, len(x), step)]
+    return row_pieces(len(x), max(1, _CACHED // max(1, x.shape[1])))
 
 
 def quantize_rows(x, numerics: Numerics) -> BlockScaled:
@@ -83,8 +82,7 @@ def activate(gate_up, numerics: Numerics):
     """(gate, up, silu(gate) * up, rounded), each [n, I], from the product of both [n, 2 I]."""
     width = gate_up.shape[1] // 2
     gate, up = gate_up[:, :width], gate_up[:, width:]
-    early = numerics.activation if numerics.switches.silu_dtype == "activation" else None
-    product = swiglu(gate, up, dtype=numerics.compute, cast_silu=early)
+    product = swiglu(gate, up, dtype=numerics.compute, cast_silu=numerics.silu_cast)
     return gate, up, numerics.store(product, "activation_product")
 
 
@@ -164,13 +162,10 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
         slots, weights = index[part], topk_weights[part]
         total = np.zeros((len(slots), D), numerics.wide)
         for k in range(K):
-            if complete:
-                row = widen(rows.take(slots[:, k], axis=0), numerics.wide)
-                row *= weights[:, k, None]
-                total += row
-            else:
-                present = slots[:, k] >= 0
-                total[present] += weights[present, k, None] * widen(rows[slots[present, k]], numerics.wide)
+            present = slice(None) if complete else slots[:, k] >= 0
+            row = widen(rows.take(slots[present, k], axis=0), numerics.wide)
+            row *= weights[present, k, None]
+            total[present] += row
         out[part] = numerics.store(total, "combined_row")
 
     each(add, _slabs(out), K * out.size * NUMBER)

@@ -139,6 +139,10 @@ def experts(state, layer, scope):
     all_experts = state.weights.layer(layer).experts
     slots = exchange.pair_slots() if recording() else None  # row of each pair among [T * K] of the whole batch
     emit = None
+
+    def expert_of(e):  # the ids of pairs are this rank's own slots
+        return all_experts[exchange.logical_expert(e)]
+
     if slots is not None:
 
         def emit(name, array, start, stop):
@@ -146,8 +150,6 @@ def experts(state, layer, scope):
 
     rows = np.empty((len(pairs.row), state.config.hidden_size), state.numerics.activation)
     together = _TOGETHER if all_experts.kept else 0  # what is decoded for one call is held one expert at a time
-    # the ids of pairs are this rank's own slots
-    expert_of = lambda e: all_experts[exchange.logical_expert(e)]  # noqa: E731
     state.values["expert_rows"] = run_experts(pairs, expert_of, state.numerics, rows, together, emit)
     if slots is not None:
         Scope(scope.prefix, slots).emit("out", rows)

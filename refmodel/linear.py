@@ -146,7 +146,7 @@ def grouped_linear(x, weights: list, cuts: list[slice]) -> np.ndarray:
     out = np.empty((max(n, reach), matrix.size // matrix.shape[-2]), x.dtype)
     places = out if matrix.ndim == 2 else out.reshape(len(out), len(matrix), PANEL).swapaxes(0, 1)  # [N / 64, ., 64]
     for first, count, own in calls:
-        counts.multiply(_pad_rows(x[first : first + count], count), own, out=places[..., first : first + count, :])
+        _multiply_call(x, first, count, own, counts, places)
     return out[:n, : weights[0].out_features]
 
 
@@ -160,21 +160,16 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
     T, (K, N) = x.shape[-2], matrix.shape[-2:]
     spread = matrix.ndim == 2 and T > _PIECE and thread_count() > 1
     calls = counts.plan(T, _PIECE) if spread else counts.plan(T)
-    if len(calls) == 1:
-        return counts.multiply(_pad_rows(x, calls[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
-    out = np.empty((*lead, T, N), x.dtype)
+    out = np.empty((*lead, sum(count for _, count in calls), N), x.dtype)  # the last call may reach past the end
     each(lambda call: _multiply_call(x, *call, matrix, counts, out), calls, T * K * N * MULTIPLY_ADD if spread else 0)
-    return out
+    return out[..., :T, :]
 
 
 def _multiply_call(x, first, count, matrix, counts, out):
-    """One call of a plan: out[..., first : first + count, :], as far as there are rows."""
-    rows, left = x[..., first : first + count, :], x.shape[-2] - first
-    if count > left:
-        out[..., first:, :] = counts.multiply(_pad_rows(rows, count), matrix)[..., :left, :]
-    else:
-        counts.multiply(rows, matrix, out=out[..., first : first + count, :])
+    """One call of a plan: `count` rows of out from row `first` on; rows that x does not have are zero."""
+    rows = slice(first, first + count)
+    counts.multiply(_pad_rows(x[..., rows, :], count), matrix, out=out[..., rows, :])
 
 
 def _pad_rows(x, count):

@@ -61,9 +61,9 @@ def _inner_norm(state, x, weight):
 def attend_batch(state, weights, layer, query):
     """(value heads [T, H, V], lse [T, H]), both rounded: each request's queries over its own cache."""
     for segment in state.batch.segments:
-        keys, written = segment.cache_offset + segment.stop - segment.start, segment.cache.written[layer]
-        if written < keys:
-            raise ValueError(f"layer {layer}: attention over {keys} keys, but only {written} are in the cache")
+        written = segment.cache.written[layer]
+        if written < segment.keys:
+            raise ValueError(f"layer {layer}: attention over {segment.keys} keys, but only {written} are in the cache")
     form = _attend_naive if state.batch.phase == "prefill" else _attend_absorbed
     heads, lse = form(state, weights, layer, query)
     return heads, state.numerics.store(lse, "lse")
@@ -76,9 +76,9 @@ def _attend_naive(state, weights, layer, query):
     q = numerics.widen(query)
 
     def attend_segment(segment):
-        rows, keys = slice(segment.start, segment.stop), segment.cache_offset + segment.stop - segment.start
-        k, v = _expand(state, weights, segment.cache.rows(layer, keys))
-        part = attend_blocks(q[rows], k, v, keys, state.weights.softmax_scale, segment.cache_offset)
+        rows = slice(segment.start, segment.stop)
+        k, v = _expand(state, weights, segment.cache.rows(layer, segment.keys))
+        part = attend_blocks(q[rows], k, v, segment.keys, state.weights.softmax_scale, segment.cache_offset)
         heads[rows], lse[rows] = part
 
     each(attend_segment, _with_tokens(state.batch.segments), q.size * config.kv_lora_rank * MULTIPLY_ADD)
@@ -120,7 +120,7 @@ def _attend_absorbed(state, weights, layer, query):
     lse = np.empty(query.shape[:2], numerics.compute)
 
     def attend_group(group):
-        keys = np.array([segment.cache_offset + segment.stop - segment.start for segment in group])
+        keys = np.array([segment.keys for segment in group])
         rows = np.array([np.arange(segment.start, segment.stop) for segment in group])  # [R, t]
         blocks = np.empty((len(group), -(-int(keys[0]) // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
         for segment, count, out in zip(group, keys.tolist(), blocks):
@@ -134,8 +134,8 @@ def _attend_absorbed(state, weights, layer, query):
         latent[rows], lse[rows] = part
 
     segments = _with_tokens(state.batch.segments)
-    keys = max((segment.cache_offset + segment.stop - segment.start for segment in segments), default=0)
-    each(attend_group, _alike(segments, q.shape[-1] * q.itemsize), 2 * q.size * keys * MULTIPLY_ADD)
+    most_keys = max((segment.keys for segment in segments), default=0)
+    each(attend_group, _alike(segments, q.shape[-1] * q.itemsize), 2 * q.size * most_keys * MULTIPLY_ADD)
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse
@@ -151,7 +151,7 @@ def _alike(segments, row_bytes):
     groups: dict[tuple[int, int], list] = {}
     for segment in segments:
         new = segment.stop - segment.start
-        groups.setdefault((new, -(-(segment.cache_offset + new) // PAGE_SIZE)), []).append(segment)
+        groups.setdefault((new, -(-segment.keys // PAGE_SIZE)), []).append(segment)
     for (new, blocks), group in groups.items():
         most = max(1, _GROUP_BYTES // (blocks * PAGE_SIZE * row_bytes)) if new <= _FEW_TOKENS else 1
         for start in range(0, len(group), most):

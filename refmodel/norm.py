@@ -28,5 +28,5 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, *, dtype=np.float64,
 
 def normalise(x, weight, eps: float, numerics) -> np.ndarray:
     """`rms_norm` of the model: in its compute dtype, rounded at the `norm` point, in the order that a switch says."""
-    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
-    return numerics.store(rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=early), "norm")
+    y = rms_norm(x, weight, eps, dtype=numerics.compute, cast_before_weight=numerics.norm_cast)
+    return numerics.store(y, "norm")

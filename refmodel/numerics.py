@@ -86,6 +86,16 @@ class Numerics:
         """The dtype to which RoPE rounds its factors and products, where an engine rotates in the activation dtype."""
         return self.activation if self.switches.rope_dtype == "activation" else None
 
+    @property
+    def silu_cast(self) -> np.dtype | None:
+        """The dtype to which silu(gate) is rounded before it meets up, where an engine does that."""
+        return self.activation if self.switches.silu_dtype == "activation" else None
+
+    @property
+    def norm_cast(self) -> np.dtype | None:
+        """The dtype to which a norm rounds before it applies its weight, where an engine does that."""
+        return self.activation if self.switches.norm_order == "cast_then_multiply" else None
+
     def store(self, x: np.ndarray, point: str) -> np.ndarray:
         """Round `x` once to the dtype of the named rounding point."""
         return round_to(x, self._dtypes[point])

@@ -20,6 +20,11 @@ class Segment:
     start: int
     stop: int
 
+    @property
+    def keys(self) -> int:
+        """Tokens of the request up to its last one here: the keys that this one sees."""
+        return self.cache_offset + self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -62,9 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     module.add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
     try:
-        importlib.import_module("refmodel.threads").thread_count()  # a wrong number is told before anything runs
+        from refmodel.memory import keep_freed_memory
+        from refmodel.threads import thread_count
+
+        thread_count()  # a wrong number is told before anything runs
         if not any(name.startswith("MALLOC_") for name in os.environ):
-            importlib.import_module("refmodel.memory").keep_freed_memory()
+            keep_freed_memory()
         return module.run(arguments) or 0
     except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

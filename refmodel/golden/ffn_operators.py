@@ -128,14 +128,13 @@ def product(context, gate, up, *, activation="silu"):
     """silu(gate) * up."""
     numerics = context.numerics
     g, u = numerics.widen(gate), numerics.widen(up)
-    early = numerics.activation if numerics.switches.silu_dtype == "activation" else None
     changed = {
         "none": lambda: g * u,
         "sigmoid": lambda: u / (1 + np.exp(-g)),
         "on_up": lambda: swiglu(u, g, dtype=numerics.compute),
         "gelu": lambda: 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u,
         "relu": lambda: np.maximum(g, 0) * u,
-        "silu": lambda: swiglu(gate, up, dtype=numerics.compute, cast_silu=early),
+        "silu": lambda: swiglu(gate, up, dtype=numerics.compute, cast_silu=numerics.silu_cast),
     }
     return (numerics.store(changed[activation](), "activation_product"),)
 

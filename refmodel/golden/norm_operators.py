@@ -31,12 +31,13 @@ def norm(context, x, *, layer, weight, eps=None, weighted=1, plus_one=False, cen
     w = w + 1 if plus_one else w
     inner = numerics.switches.inner_norm_eps if weight in _INNER else None
     usual = context.config.rms_norm_eps if inner is None else inner
-    early = numerics.activation if numerics.switches.norm_order == "cast_then_multiply" else None
     for _ in range(2 if twice else 1):
         wide = numerics.widen(x)
         if centred:
             wide = wide - wide.mean(axis=-1, keepdims=True)
-        y = rms_norm(wide, w, usual if eps is None else eps, dtype=numerics.compute, cast_before_weight=early)
+        y = rms_norm(
+            wide, w, usual if eps is None else eps, dtype=numerics.compute, cast_before_weight=numerics.norm_cast
+        )
         x = numerics.store(y, "norm")
     return (x,)
 
