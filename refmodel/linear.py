@@ -160,6 +160,8 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
     T, (K, N) = x.shape[-2], matrix.shape[-2:]
     spread = matrix.ndim == 2 and T > _PIECE and thread_count() > 1
     calls = counts.plan(T, _PIECE) if spread else counts.plan(T)
+    if len(calls) == 1:  # in decode most: matmul finds the shape of its result in less time than we do
+        return counts.multiply(_pad_rows(x, calls[0][1]), matrix)[..., :T, :]
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, sum(count for _, count in calls), N), x.dtype)  # the last call may reach past the end
     each(lambda call: _multiply_call(x, *call, matrix, counts, out), calls, T * K * N * MULTIPLY_ADD if spread else 0)
