@@ -6,6 +6,7 @@ runs over the visible keys, every block is summed at its full length (the last o
 added in ascending order.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,10 @@ from refmodel.threads import MULTIPLY_ADD, each
 BLOCK = 64
 # queries per tile: bounds the score matrix, and lets a causal tile skip the blocks after it
 _TILE = 64
+_SLOTS = np.arange(BLOCK)
+_LOWEST = {np.dtype(dtype): np.finfo(dtype).min for dtype in (np.float32, np.float64)}
+# rows up to here have their maxima taken by NumPy's own
+_FEW_ROWS = 64
 # numbers of the blocks' results that are computed in one go before they are added up
 _VALUES = 1 << 20
 
@@ -71,9 +76,8 @@ def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: in
             visible = np.minimum(np.arange(start, stop) + causal_offset + 1, S)  # keys each query sees
         # with a single key head all query heads are rows of one product per block
         rows = q[start:stop].reshape(1, -1, d) if heads_k == 1 else q[start:stop].transpose(1, 0, 2)
-        visible = np.repeat(visible, H // heads_k)[None]
         seen = -(-last // BLOCK)
-        part, part_lse = _attend_rows(rows, k_blocks[:, :seen], v_blocks[:, :seen], visible, scale)
+        part, part_lse = _attend_rows(rows, k_blocks[:, :seen], v_blocks[:, :seen], visible[None], scale)
         out[start:stop] = part.transpose(1, 0, 2).reshape(stop - start, H, dv)
         lse[start:stop] = part_lse.T.reshape(stop - start, H)
 
@@ -87,52 +91,69 @@ def attend_requests(q, k_blocks, v_blocks, keys, scale: float) -> Attended:
     q [R, t, H, d], k_blocks [R, nb, 64, d], v_blocks [R, nb, 64, dv], keys int [R]: the last t keys are the new tokens.
     """
     R, t, H, d = q.shape
-    visible = np.repeat(keys[:, None] - t + 1 + np.arange(t), H, axis=1)  # [R, t H]
+    visible = keys[:, None] - (t - 1) + np.arange(t)  # [R, t]
     out, lse = _attend_rows(q.reshape(R, t * H, d), k_blocks, v_blocks, visible, scale)
     return Attended(out.reshape(R, t, H, -1), lse.reshape(R, t, H))
 
 
 def _attend_rows(q, k_blocks, v_blocks, visible, scale):
-    """Groups of query rows over their keys: q [G, rows, d], blocks [G, nb, 64, .], visible [G or 1, rows] keys."""
-    q = (np.ascontiguousarray(q) * q.dtype.type(scale))[:, None]  # [G, 1, rows, d]
+    """Groups of query rows over their keys: q [G, rows, d], blocks [G, nb, 64, .], keys that are seen [G or 1, t].
+
+    The rows of a group are t tokens in order, each with equally many heads.
+    """
+    q = np.multiply(q, q.dtype.type(scale), order="C")[:, None]  # [G, 1, rows, d]
     scores = matmul_rows(q, k_blocks.swapaxes(-1, -2))  # [G, nb, rows, 64]
     _mask(scores, visible)
     top = _row_maximum(np.maximum.reduce(scores, axis=1))  # [G, rows]
     # a row without keys has -inf everywhere; any finite stand-in makes its exponentials 0
-    np.maximum(top, np.finfo(q.dtype).min, out=top)
+    np.maximum(top, _LOWEST[top.dtype], out=top)
     scores -= top[:, None, :, None]
     p = np.exp(scores, out=scores)
-    block_sums = np.einsum("gbrk->gbr", p)  # [G, nb, rows], each over 64 numbers; p.sum is four times slower
-    # sums start at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
-    total = np.zeros(top.shape, q.dtype)
-    acc = np.zeros((*top.shape, v_blocks.shape[-1]), q.dtype)  # [G, rows, dv]
-    step = max(1, _VALUES // max(1, acc.size))
+    # each over 64 numbers (p.sum is four times slower), then block after block
+    total = _sum_blocks(np.einsum("gbrk->gbr", p))  # [G, rows]
+    acc = q.dtype.type(0)
+    step = max(1, _VALUES // max(1, top.size * v_blocks.shape[-1]))
     for first in range(0, k_blocks.shape[1], step):
         blocks = slice(first, first + step)
         values = matmul_rows(p[:, blocks], v_blocks[:, blocks])  # [G, step, rows, dv]
-        for b in range(values.shape[1]):
-            total += block_sums[:, first + b]
-            acc += values[:, b]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        acc /= total[..., None]
-        lse = np.log(total) + top
-    none = total == 0
-    if none.any():
-        acc[none], lse[none] = 0, -np.inf
-    return acc, lse
+        # the sum starts at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
+        values[:, 0] += acc
+        acc = _sum_blocks(values)  # [G, rows, dv]
+    if not total.all():  # rows that see no key, or none with a finite score
+        none = total == 0
+        acc[none], total[none], top[none] = 0, 1, -np.inf
+    acc /= total[..., None]
+    return acc, np.log(total) + top
+
+
+def _sum_blocks(x):
+    """Sums over axis 1, block after block, of x [G, nb, ...]."""
+    if math.prod(x.shape[2:]) > 1:
+        return np.add.reduce(x, axis=1)  # in order, since what is added are whole rows of memory
+    return np.add.accumulate(x, axis=1)[:, -1]  # numbers that lie side by side would be added in pairs
 
 
 def _row_maximum(x):
     """max(axis=-1), NaN if there is one: a maximum of short rows is slow in NumPy, finding where it stands is not."""
     rows = x.reshape(-1, x.shape[-1])
+    if len(rows) <= _FEW_ROWS:
+        return np.maximum.reduce(x, axis=-1)
     return rows[np.arange(len(rows)), rows.argmax(axis=1)].reshape(x.shape[:-1])
 
 
 def _mask(scores, visible):
-    """-inf for the keys that a row does not see; only the blocks that some row sees in part are touched."""
+    """-inf for the keys that a token does not see, in the blocks that some token does not see in full.
+
+    scores [G, nb, t heads, 64], visible [G or 1, t].
+    """
+    if visible.size == 1:  # most steps of a single request
+        block, slot = divmod(int(visible[0, 0]), BLOCK)
+        scores[:, block : block + 1, :, slot:] = scores[:, block + 1 :] = -np.inf
+        return
     for b in range(int(visible.min()) // BLOCK, scores.shape[1]):
-        hidden = np.arange(b * BLOCK, (b + 1) * BLOCK) >= visible[..., None]  # [G or 1, rows, 64]
-        np.copyto(scores[:, b], scores.dtype.type(-np.inf), where=hidden)
+        hidden = visible[..., None, None] - b * BLOCK <= _SLOTS  # [G or 1, t, 1, 64]
+        tokens = scores[:, b].reshape(len(scores), visible.shape[1], -1, BLOCK)  # a view
+        np.copyto(tokens, scores.dtype.type(-np.inf), where=hidden)
 
 
 def merge_states(out_a, lse_a, out_b, lse_b) -> Attended:

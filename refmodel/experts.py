@@ -7,7 +7,6 @@ import numpy as np
 from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
-from refmodel.rowcounts import ANCHOR
 from refmodel.threads import MULTIPLY_ADD, NUMBER, each, row_pieces
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
@@ -101,19 +100,24 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
     have up to `together` rows share what is done row by row (gathering, quantising, activation); each multiplies its
     own rows. `emit(name, array, start, stop)` gets the tensors in between, of pairs start .. stop - 1.
     """
+    direct = out.dtype == numerics.compute  # nothing to round
 
     def run(spans):
         first, last = spans[0][1], spans[-1][2]
         experts = [expert_of(e) for e, _, _ in spans]
         cuts = [slice(start - first, stop - first) for _, start, stop in spans]
-        x = linear_input(take_rows(pairs.x, pairs.row[first : last + ANCHOR]), experts[0].gate_up, numerics)
+        x = linear_input(take_rows(pairs.x, pairs.row[first:last]), experts[0].gate_up, numerics)
         gate_up = numerics.store(grouped_linear(x, [expert.gate_up for expert in experts], cuts), "linear")  # [n, 2 I]
         gate, up, product = activate(gate_up, numerics)
         if emit is not None:
             for name, array in (("gate", gate), ("up", up), ("product", product)):
                 emit(name, array, first, last)
         x = linear_input(product, experts[0].down, numerics)
-        out[first:last] = numerics.store(grouped_linear(x, [expert.down for expert in experts], cuts), "expert_row")
+        down = [expert.down for expert in experts]
+        if direct:
+            grouped_linear(x, down, cuts, out[first:last])
+        else:
+            out[first:last] = numerics.store(grouped_linear(x, down, cuts), "expert_row")
 
     seconds = out.size * out.shape[1] * MULTIPLY_ADD  # at least: an expert has more weights than D * D
     each(run, _neighbours(pairs.expert, together), 0 if emit is not None else seconds)  # a recording wants its order

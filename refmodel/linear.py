@@ -8,7 +8,7 @@ import numpy as np
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.memory import aligned_empty
-from refmodel.rowcounts import K_STEP, MOST_ROWS, PANEL, RowCounts, row_counts
+from refmodel.rowcounts import PANEL_INPUTS, RowCounts, panel_columns, row_counts
 from refmodel.threads import MULTIPLY_ADD, each, thread_count
 
 # rows of a product that one of several threads computes at a time
@@ -22,7 +22,7 @@ COLUMN_MULTIPLE = 16
 class DenseWeight:
     """A weight as `linear` multiplies with it: C-contiguous, in the compute dtype.
 
-    matrix [K, N padded], or in panels of columns [N / 64, K, 64] (`in_panels`).
+    matrix [K, N padded], or in panels of columns [N / 64, K, 64] (`in_panels`; 32 in float64).
     """
 
     matrix: np.ndarray
@@ -35,7 +35,7 @@ class DenseWeight:
     @cached_property
     def counts(self) -> RowCounts:
         """How many rows at a time this weight may be multiplied with."""
-        return row_counts(self.matrix)
+        return row_counts(self.matrix, panel=self.matrix.ndim > 2)
 
     @classmethod
     def from_rows(cls, weight: np.ndarray) -> "DenseWeight":
@@ -52,11 +52,11 @@ class DenseWeight:
         A product of few rows reads each panel in one go, through OpenBLAS's kernel for small products. Which layout a
         weight has may decide the last bits of a result: experts always take this one.
         """
-        K, N = self.matrix.shape
-        if K > K_STEP or N % PANEL:
+        (K, N), columns = self.matrix.shape, panel_columns(self.matrix.dtype)
+        if K > PANEL_INPUTS or N % columns:
             return self
-        panels = aligned_empty((N // PANEL, K, PANEL), self.matrix.dtype)
-        panels[...] = self.matrix.reshape(K, -1, PANEL).swapaxes(0, 1)
+        panels = aligned_empty((N // columns, K, columns), self.matrix.dtype)
+        panels[...] = self.matrix.reshape(K, -1, columns).swapaxes(0, 1)
         panels.flags.writeable = False
         return DenseWeight(panels, self.out_features)
 
@@ -125,29 +125,31 @@ def _check_fit(x, weight):
         raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {dtype} weight of {K} inputs")
 
 
-def grouped_linear(x, weights: list, cuts: list[slice]) -> np.ndarray:
+def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None = None) -> np.ndarray:
     """Each weight times its own rows: [n, N], the rows of a cut being linear(x[cut], its weight), unrounded.
 
-    The weights are of one shape, layout and dtype. `cuts` ascend and cover the first n rows of x; a few rows more
-    spare a copy of the last group. Raises ValueError as `linear` does.
+    The weights are of one shape, layout and dtype. `cuts` ascend and cover the n rows of x. `out` [n, N], if given,
+    gets the result. Raises ValueError as `linear` does.
     """
     if isinstance(weights[0], Fp8Weight):
-        return np.concatenate([linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)])
+        return np.concatenate([linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)], out=out)
     _check_fit(x, weights[0])
-    counts, matrix, n = weights[0].counts, weights[0].matrix, cuts[-1].stop
-    most = MOST_ROWS if matrix.ndim == 2 else counts.most_in_small
-    # the last call of a group may take in rows of the next one, whose own product then gives them their values
-    calls = [
-        (cut.start + first, count, weight.matrix)
-        for weight, cut in zip(weights, cuts)
-        for first, count in counts.plan(cut.stop - cut.start, most)
-    ]
-    reach = max((first + count for first, count, _ in calls), default=0)
-    out = np.empty((max(n, reach), matrix.size // matrix.shape[-2]), x.dtype)
-    places = out if matrix.ndim == 2 else out.reshape(len(out), len(matrix), PANEL).swapaxes(0, 1)  # [N / 64, ., 64]
-    for first, count, own in calls:
-        _multiply_call(x, first, count, own, counts, places)
-    return out[:n, : weights[0].out_features]
+    n, N, counts, matrix = cuts[-1].stop, weights[0].out_features, weights[0].counts, weights[0].matrix
+    padded = matrix.size // matrix.shape[-2]
+    result = np.empty((n, padded), x.dtype) if out is None or padded > N else out
+    places = result if matrix.ndim == 2 else result.reshape(n, *matrix.shape[::2]).swapaxes(0, 1)  # [N / 64, n, 64]
+    for weight, cut in zip(weights, cuts):
+        for first, count in counts.plan(cut.stop - cut.start):
+            start, stop = cut.start + first, cut.start + first + count
+            if stop <= n:  # rows of the next weight that are taken in here get their values from it
+                counts.multiply(x[start:stop], weight.matrix, out=places[..., start:stop, :])
+            else:
+                product = counts.multiply(_pad_rows(x[start:n], count), weight.matrix)
+                places[..., start:n, :] = product[..., : n - start, :]
+    if out is None or result is out:
+        return result[:, :N]
+    out[...] = result[:, :N]
+    return out
 
 
 def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = None) -> np.ndarray:
@@ -157,11 +159,14 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
     `matrix` is C-contiguous in its last two axes, or a transposed view of such.
     """
     counts = row_counts(matrix) if counts is None else counts
-    T, (K, N) = x.shape[-2], matrix.shape[-2:]
+    T = x.shape[-2]
+    calls = counts.plan(T)
+    if len(calls) == 1 and T <= _PIECE:  # in decode most: matmul finds the shape of its result in less time than we do
+        count = calls[0][1]
+        return counts.multiply(x, matrix) if count == T else counts.multiply(_pad_rows(x, count), matrix)[..., :T, :]
+    K, N = matrix.shape[-2:]
     spread = matrix.ndim == 2 and T > _PIECE and thread_count() > 1
-    calls = counts.plan(T, _PIECE) if spread else counts.plan(T)
-    if len(calls) == 1:  # in decode most: matmul finds the shape of its result in less time than we do
-        return counts.multiply(_pad_rows(x, calls[0][1]), matrix)[..., :T, :]
+    calls = counts.plan(T, _PIECE) if spread else calls
     lead = x.shape[:-2] if matrix.ndim == 2 else np.broadcast_shapes(x.shape[:-2], matrix.shape[:-2])
     out = np.empty((*lead, sum(count for _, count in calls), N), x.dtype)  # the last call may reach past the end
     each(lambda call: _multiply_call(x, *call, matrix, counts, out), calls, T * K * N * MULTIPLY_ADD if spread else 0)

@@ -16,9 +16,17 @@ MOST_ROWS = _ASCENDING[-1]
 _PROBE_ROWS = 32
 # Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
 _OWN_MATRIX = 1 << 22
-# Multiply-adds up to which OpenBLAS takes its kernel for small products; panels are multiples of PANEL columns, and
-# pay for up to _FEW rows.
-_SMALL_PRODUCT, PANEL, _FEW = 10**6, 64, 24
+# Multiply-adds up to which OpenBLAS takes its kernel for small products, and rows up to which it pays to cut larger
+# ones into panels of columns.
+_SMALL_PRODUCT, _FEW = 10**6, 24
+_PANEL_BYTES = 256  # of a panel's row, or a multiple
+#: inputs of a weight up to which a panel of it meets _FEW rows in a small product
+PANEL_INPUTS = 512
+
+
+def panel_columns(dtype: np.dtype) -> int:
+    """Columns of a panel: four cache lines."""
+    return _PANEL_BYTES // dtype.itemsize
 
 
 class RowCounts:
@@ -29,16 +37,19 @@ class RowCounts:
     one go where the large one stops every few hundred. With steps below that both give the same bits: few rows then
     need no padding, and go through their weights in panels of columns that are small enough. Many rows take K at once
     where that stops at the same places. The probe decides.
+
+    `panel`: the matrix is a panel of columns, which lies by itself and is multiplied by the kernel for small products
+    only: K at once, and never more rows than that takes.
     """
 
-    def __init__(self, matrix: np.ndarray):
+    def __init__(self, matrix: np.ndarray, panel: bool = False):
         self._matrix = matrix if matrix.size > _OWN_MATRIX else _like(matrix)
         self._rows = _probe_rows(matrix.shape[0], matrix.dtype)  # [32, K]
         self._plans: dict = {}
-        #: rows that OpenBLAS still multiplies by its kernel for small products, a multiple of ANCHOR
-        self.most_in_small = max(ANCHOR, _SMALL_PRODUCT // max(1, matrix.size) // ANCHOR * ANCHOR)
+        in_small = max(ANCHOR, _SMALL_PRODUCT // max(1, matrix.size) // ANCHOR * ANCHOR)
+        self._panel, self._most = panel, in_small if panel else MOST_ROWS
         self._choose(None)
-        if self.anchored and K_STEP < matrix.shape[0] <= _MOST_STEPS * K_STEP:
+        if self.anchored and not panel and K_STEP < matrix.shape[0] <= _MOST_STEPS * K_STEP:
             self._choose(K_STEP)
             if not all(self.allowed(count) for count in (2, 4, 64)):
                 self._choose(None)
@@ -47,13 +58,18 @@ class RowCounts:
         step = k_step or self._matrix.shape[0]
         self.k_step = k_step
         self._steps = {ANCHOR: step}  # row count -> its K step, or 0: not allowed
+        self._at_once: set[int] = set()  # row counts that are one call of BLAS, of those in _steps
+        self._note(ANCHOR)
         self._expected = self._in_calls(self._rows, ANCHOR, step)  # [32, N]
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
         self.anchored = self._holds(ANCHOR, step)
 
     def multiply(self, rows, matrix, out=None) -> np.ndarray:
         """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
-        return _multiply(rows, matrix, self._steps.get(rows.shape[-2]) or matrix.shape[-2], out)
+        count = rows.shape[-2]
+        if count in self._at_once:
+            return np.matmul(rows, matrix, out=out)
+        return _multiply(rows, matrix, self._steps.get(count) or matrix.shape[-2], out)
 
     def _in_calls(self, rows, count, step):
         return _multiply(rows.reshape(-1, count, rows.shape[1]), self._matrix, step).reshape(len(rows), -1)
@@ -64,9 +80,15 @@ class RowCounts:
             return count == 1
         if count not in self._steps:
             # the counts between powers of two are worth a probe only where those hold
-            worth = count & (count - 1) == 0 or (self.allowed(16) and self.allowed(64))
+            worth = count & (count - 1) == 0 or (self.allowed(16) and (self._panel or self.allowed(64)))
             self._steps[count] = self._probe(count) if worth else 0
+            self._note(count)
         return self._steps[count] > 0
+
+    def _note(self, count):
+        step = self._steps[count]
+        if step == self._matrix.shape[0] and not _in_panels(count, step, self._matrix):
+            self._at_once.add(count)
 
     def _probe(self, count):
         """The K step with which `count` rows give the anchor's bits, or 0."""
@@ -93,7 +115,7 @@ class RowCounts:
         if calls is None:
             calls, start = [], 0
             while start < rows:
-                calls.append((start, self._next(rows - start, most)))
+                calls.append((start, self._next(rows - start, min(most, self._most))))
                 start += calls[-1][1]
             self._plans[rows, most] = calls
         return calls
@@ -112,14 +134,19 @@ class RowCounts:
 def _multiply(rows, matrix, step, out=None):
     """rows @ matrix with K in steps; few rows in panels of columns that OpenBLAS's kernel for small products takes."""
     count, N = rows.shape[-2], matrix.shape[-1]
-    if count > _FEW or step > K_STEP or count * step * N <= _SMALL_PRODUCT or matrix.ndim > 2:
+    if not _in_panels(count, step, matrix):
         return _in_steps(rows, matrix, step, out)
-    width = max(PANEL, _SMALL_PRODUCT // (count * step) // PANEL * PANEL)
+    panel = panel_columns(matrix.dtype)
+    width = max(panel, _SMALL_PRODUCT // (count * step) // panel * panel)
     out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
     for start in range(0, N, width):
         columns = slice(start, start + width)
         _in_steps(rows, matrix[:, columns], step, out[..., columns])
     return out
+
+
+def _in_panels(count, step, matrix):
+    return count <= _FEW and step <= K_STEP and matrix.ndim == 2 and count * step * matrix.shape[1] > _SMALL_PRODUCT
 
 
 def _in_steps(rows, matrix, step, out):
@@ -153,10 +180,10 @@ def _probe_rows(K, dtype):
 _KNOWN: dict = {}  # a fact about the BLAS of this process, found once
 
 
-def row_counts(matrix: np.ndarray) -> RowCounts:
+def row_counts(matrix: np.ndarray, panel: bool = False) -> RowCounts:
     """RowCounts for [..., K, N] operands: C-contiguous in the last two axes, or transposed views of such."""
-    key = (matrix.shape[-2], matrix.shape[-1], matrix.dtype, matrix.strides[-1] == matrix.itemsize)
+    key = (matrix.shape[-2], matrix.shape[-1], matrix.dtype, matrix.strides[-1] == matrix.itemsize, panel)
     known = _KNOWN.get(key)
     if known is None:
-        known = _KNOWN[key] = RowCounts(matrix[(0,) * (matrix.ndim - 2)])
+        known = _KNOWN[key] = RowCounts(matrix[(0,) * (matrix.ndim - 2)], panel)
     return known

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refmodel import attend, merge_states
+from refmodel.attention import attend_requests
 
 
 def oracle(q, k, v, scale, causal_offset):
@@ -68,6 +69,36 @@ def test_chunks_give_the_bits_of_the_whole(Hk, dtype):
         part = attend(q[start:stop], k[:stop], v[:stop], 0.2, start, dtype=dtype)
         assert part.out.tobytes() == whole.out[start:stop].tobytes()
         assert part.lse.tobytes() == whole.lse[start:stop].tobytes()
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3)])
+def test_a_single_row_with_one_value_adds_its_blocks_in_order_too(heads):
+    """Numbers that lie side by side in memory NumPy adds in pairs, from eight on."""
+    rng = np.random.default_rng(3)
+    q, k, v = (x.astype(np.float32) for x in draw(rng, 1200, 1200, *heads, 8, 1))
+    whole = attend(q, k, v, 0.2, 0, dtype=np.float32)
+    for start in (700, 1023, 1199):
+        part = attend(q[start : start + 1], k, v, 0.2, start, dtype=np.float32)
+        assert part.out.tobytes() == whole.out[start : start + 1].tobytes()
+        assert part.lse.tobytes() == whole.lse[start : start + 1].tobytes()
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_requests_together_are_each_alone(T):
+    """Of several requests each row sees its own keys; a single token of a single request has a way of its own."""
+    rng = np.random.default_rng(4)
+    keys = np.array([T, 64, 65, 127, 128])
+    q = rng.normal(size=(len(keys), T, 2, 8))
+    blocks = rng.normal(size=(len(keys), 2, 64, 8))
+    for r, count in enumerate(keys):
+        blocks[r].reshape(128, 8)[count:] = 0
+    together = attend_requests(q, blocks, blocks[..., :5], keys, 0.3)
+    for r, count in enumerate(keys):
+        k = blocks[r].reshape(128, 1, 8)[:count]
+        alone = attend(q[r], k, k[..., :5], 0.3, count - T)
+        assert together.out[r].tobytes() == alone.out.tobytes()
+        single = attend_requests(q[r : r + 1], blocks[r : r + 1], blocks[r : r + 1, ..., :5], keys[r : r + 1], 0.3)
+        assert (single.out[0].tobytes(), single.lse[0].tobytes()) == (alone.out.tobytes(), alone.lse.tobytes())
 
 
 def test_no_keys_give_zero_and_minus_infinity():
