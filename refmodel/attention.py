@@ -6,13 +6,13 @@ runs over the visible keys, every block is summed at its full length (the last o
 added in ascending order.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from refmodel.linear import matmul_rows
 from refmodel.numerics import widen
+from refmodel.sums import add_in_order
 from refmodel.threads import MULTIPLY_ADD, each
 
 #: keys per block: the page size of the latent cache, FlashMLA's
@@ -85,15 +85,17 @@ def attend_blocks(q, k_blocks, v_blocks, S: int, scale: float, causal_offset: in
     return Attended(out, lse)
 
 
-def attend_requests(q, k_blocks, v_blocks, keys, scale: float) -> Attended:
+def attend_requests(q, k_blocks, v_blocks, keys: list[int], scale: float) -> Attended:
     """Several requests with equally many new tokens and key blocks at once, one key head each: the same bits as alone.
 
-    q [R, t, H, d], k_blocks [R, nb, 64, d], v_blocks [R, nb, 64, dv], keys int [R]: the last t keys are the new tokens.
+    q [R t, H, d], k_blocks [R, nb, 64, d], v_blocks [R, nb, 64, dv], keys of each request: the last t are the new
+    tokens.
     """
-    R, t, H, d = q.shape
-    visible = keys[:, None] - (t - 1) + np.arange(t)  # [R, t]
+    T, H, d = q.shape
+    R, t = len(keys), T // len(keys)
+    visible = np.array(keys)[:, None] - np.arange(t)[::-1]  # [R, t]
     out, lse = _attend_rows(q.reshape(R, t * H, d), k_blocks, v_blocks, visible, scale)
-    return Attended(out.reshape(R, t, H, -1), lse.reshape(R, t, H))
+    return Attended(out.reshape(T, H, -1), lse.reshape(T, H))
 
 
 def _attend_rows(q, k_blocks, v_blocks, visible, scale):
@@ -110,27 +112,20 @@ def _attend_rows(q, k_blocks, v_blocks, visible, scale):
     scores -= top[:, None, :, None]
     p = np.exp(scores, out=scores)
     # each over 64 numbers (p.sum is four times slower), then block after block
-    total = _sum_blocks(np.einsum("gbrk->gbr", p))  # [G, rows]
-    acc = q.dtype.type(0)
+    total = add_in_order(np.einsum("gbrk->gbr", p))  # [G, rows]
+    acc = None
     step = max(1, _VALUES // max(1, top.size * v_blocks.shape[-1]))
     for first in range(0, k_blocks.shape[1], step):
         blocks = slice(first, first + step)
         values = matmul_rows(p[:, blocks], v_blocks[:, blocks])  # [G, step, rows, dv]
-        # the sum starts at +0 so that a block that a row does not see, which adds +0, can never turn a -0 into a +0
-        values[:, 0] += acc
-        acc = _sum_blocks(values)  # [G, rows, dv]
+        if acc is not None:
+            values[:, 0] += acc
+        acc = add_in_order(values)  # [G, rows, dv]
     if not total.all():  # rows that see no key, or none with a finite score
         none = total == 0
         acc[none], total[none], top[none] = 0, 1, -np.inf
     acc /= total[..., None]
     return acc, np.log(total) + top
-
-
-def _sum_blocks(x):
-    """Sums over axis 1, block after block, of x [G, nb, ...]."""
-    if math.prod(x.shape[2:]) > 1:
-        return np.add.reduce(x, axis=1)  # in order, since what is added are whole rows of memory
-    return np.add.accumulate(x, axis=1)[:, -1]  # numbers that lie side by side would be added in pairs
 
 
 def _row_maximum(x):

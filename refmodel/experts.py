@@ -7,9 +7,11 @@ import numpy as np
 from fp8 import BlockScaled, quantize
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear
 from refmodel.numerics import Numerics, round_to, widen
+from refmodel.sums import add_in_order
 from refmodel.threads import MULTIPLY_ADD, NUMBER, each, row_pieces
 
 _CACHED = 1 << 15  # elements that are worked on at a time, so that passes over them stay in a core's cache
+_GATHERED = 1 << 17  # elements of rows that are fetched from anywhere at a time
 
 
 class Expert(NamedTuple):
@@ -53,7 +55,7 @@ def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
 
 def _slabs(x):
     """Index expressions that cover a matrix a few rows at a time, so that several passes over them stay in cache."""
-    if x.ndim != 2:
+    if x.ndim != 2 or x.size <= _CACHED:
         return [...]
     return row_pieces(len(x), max(1, _CACHED // max(1, x.shape[1])))
 
@@ -159,20 +161,19 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     (csrc/kernels/legacy/internode_ll.cu).
     """
     (T, K), D = index.shape, rows.shape[1]
-    out = np.empty((T, D), numerics.activation)
-    complete = bool((index >= 0).all())
+    out = np.zeros((T, D), numerics.activation)
+    absent = index < 0
+    complete = not absent.any()
 
     def add(part):
-        slots, weights = index[part], topk_weights[part]
-        total = np.zeros((len(slots), D), numerics.wide)
-        for k in range(K):
-            present = slice(None) if complete else slots[:, k] >= 0
-            row = widen(rows.take(slots[present, k], axis=0), numerics.wide)
-            row *= weights[present, k, None]
-            total[present] += row
-        out[part] = numerics.store(total, "combined_row")
+        products = widen(rows.take(index[part], axis=0, mode="clip"), numerics.wide)  # [t, K, D]
+        products *= topk_weights[part][..., None]
+        if not complete:
+            products[absent[part]] = 0
+        out[part] = numerics.store(add_in_order(products), "combined_row")
 
-    each(add, _slabs(out), K * out.size * NUMBER)
+    if len(rows):
+        each(add, row_pieces(T, max(1, _GATHERED // max(1, K * D))), K * out.size * NUMBER)
     return out
 
 

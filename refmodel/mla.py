@@ -33,12 +33,14 @@ def project_query_and_latent(state, weights, x, scope):
         scope.emit("q_a_norm", q)
         q = project(q, weights.q_b, numerics)
     q = q.reshape(len(q), H, config.qk_head_dim)
-    q[:, :, -P:] = _rotate(state, q[:, :, -P:])
+    heads = np.empty((len(q), H + 1, P), numerics.activation)  # the rope parts of the query heads, and the one rope key
+    heads[:, :H], heads[:, H] = q[:, :, -P:], kv_a[:, C:]
+    heads = _rotate(state, heads)
+    q[:, :, -P:] = heads[:, :H]
     scope.emit("q", q)
     scope.emit("kv_a", kv_a)
-    latent = _inner_norm(state, kv_a[:, :C], weights.kv_a_norm)  # [T, C]
     row = np.empty((len(q), C + P), numerics.activation)
-    row[:, :C], row[:, C:] = latent, _rotate(state, kv_a[:, None, C:])[:, 0]  # k_pe is not normed
+    row[:, :C], row[:, C:] = _inner_norm(state, kv_a[:, :C], weights.kv_a_norm), heads[:, H]  # k_pe is not normed
     scope.emit("kv_latent", row[:, :C])
     scope.emit("k_pe", row[:, C:])
     return q, row
@@ -118,19 +120,19 @@ def _attend_absorbed(state, weights, layer, query):
     q[:, :, C:] = numerics.widen(query[:, :, N:])
     latent = np.empty((*query.shape[:2], C), numerics.compute)  # [T, H, C]
     lse = np.empty(query.shape[:2], numerics.compute)
+    scale = state.weights.softmax_scale
 
     def attend_group(group):
-        keys = np.array([segment.keys for segment in group])
-        rows = np.array([np.arange(segment.start, segment.stop) for segment in group])  # [R, t]
-        blocks = np.empty((len(group), -(-int(keys[0]) // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
-        for segment, count, out in zip(group, keys.tolist(), blocks):
+        keys = [segment.keys for segment in group]
+        rows = _rows_of(group)
+        blocks = np.empty((len(group), -(-keys[0] // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
+        for segment, count, out in zip(group, keys, blocks):
             segment.cache.read_blocks(layer, count, out)  # [nb, 64, C + P]
-        if rows.shape[1] > _FEW_TOKENS:
-            part = attend_blocks(
-                q[rows[0]], blocks, blocks[..., :C], int(keys[0]), state.weights.softmax_scale, group[0].cache_offset
-            )
+        mine = q[rows]
+        if len(mine) > _FEW_TOKENS * len(group):
+            part = attend_blocks(mine, blocks, blocks[..., :C], keys[0], scale, group[0].cache_offset)
         else:
-            part = attend_requests(q[rows], blocks, blocks[..., :C], keys, state.weights.softmax_scale)
+            part = attend_requests(mine, blocks, blocks[..., :C], keys, scale)
         latent[rows], lse[rows] = part
 
     segments = _with_tokens(state.batch.segments)
@@ -139,6 +141,14 @@ def _attend_absorbed(state, weights, layer, query):
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse
+
+
+def _rows_of(group):
+    """An index of the rows of segments: a slice where they follow each other."""
+    start, stop = group[0].start, group[-1].stop
+    if stop - start == sum(segment.stop - segment.start for segment in group):
+        return slice(start, stop)
+    return np.concatenate([np.arange(segment.start, segment.stop) for segment in group])
 
 
 def _with_tokens(segments):

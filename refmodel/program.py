@@ -9,7 +9,7 @@ from typing import NamedTuple
 from refmodel.generate import Step, Work
 from refmodel.layer import Stage, stage_scope
 from refmodel.state import State
-from refmodel.trace import Scope
+from refmodel.trace import UNNAMED, Scope, recording
 
 
 class Operation(NamedTuple):
@@ -31,7 +31,7 @@ class Operation(NamedTuple):
 
     def run(self):
         """Do it."""
-        self.stage.run(self.state, self.layer, self.scope)
+        self.stage.run(self.state, self.layer, self.scope if recording() else UNNAMED)
 
 
 class Pass(NamedTuple):

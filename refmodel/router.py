@@ -57,17 +57,19 @@ def route(
     routing = Routing(np.empty((T, top_k), np.int64), np.empty((T, top_k), wide), np.empty(T))
 
     def route_rows(rows):
-        scores = _score(logits[rows].astype(np.float64), scoring_func).astype(wide).astype(np.float64)  # [t, E]
-        choice = scores if bias is None else scores + bias
-        invalid = np.isnan(choice).any(axis=1)  # [t]
-        if invalid.any():
-            choice = np.where(invalid[:, None], 0.0, choice)
-        topk_idx, margin = _select(choice, top_k, n_group, topk_group, best)
-        weights = scores[np.arange(len(scores))[:, None], topk_idx]  # [t, K]
-        if norm_topk_prob:
-            with np.errstate(invalid="ignore"):  # 0 / 0 without an epsilon is the NaN that such an engine makes
-                weights = weights / (weights.sum(axis=1, keepdims=True) + norm_eps)
-        if invalid.any():
+        # exponentials may overflow to the right limit; 0 / 0 without an epsilon is the NaN that such an engine makes
+        with np.errstate(over="ignore", invalid="ignore"):
+            scores = _score(logits[rows].astype(np.float64), scoring_func).astype(wide).astype(np.float64)  # [t, E]
+            choice = scores if bias is None else scores + bias
+            poisoned = np.isnan(np.maximum.reduce(choice, axis=None, initial=-np.inf))
+            if poisoned:
+                invalid = np.isnan(choice).any(axis=1)  # [t]
+                choice = np.where(invalid[:, None], 0.0, choice)
+            topk_idx, margin = _select(choice, top_k, n_group, topk_group, best)
+            weights = scores[np.arange(len(scores))[:, None], topk_idx]  # [t, K]
+            if norm_topk_prob:
+                weights /= np.add.reduce(weights, axis=1, keepdims=True) + norm_eps
+        if poisoned:
             topk_idx[invalid], weights[invalid], margin[invalid] = -1, 0, np.nan
         routing.topk_idx[rows], routing.margin[rows] = topk_idx, margin
         routing.topk_weights[rows] = weights * routed_scaling_factor
@@ -96,12 +98,10 @@ def _select(choice, top_k, n_group, topk_group, best):
 def _score(logits, scoring_func):
     if scoring_func == "sigmoid":
         out = np.negative(logits)
-        with np.errstate(over="ignore"):
-            np.exp(out, out=out)
+        np.exp(out, out=out)
         out += 1.0
         return np.divide(1.0, out, out=out)
-    with np.errstate(invalid="ignore"):
-        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
     return p / p.sum(axis=1, keepdims=True)
 
 
@@ -110,16 +110,12 @@ def _groups(grouped, topk_group, best):
 
     grouped [T, G, E / G]. A group's score is the sum of its `best` (1 or 2) largest choices.
     """
-    T, G, size = grouped.shape
-    rows, every = np.arange(T)[:, None], np.arange(G)
-    first = grouped.argmax(axis=2)  # [T, G]; with two gathers faster than max, which is slow on short rows
-    group_score = grouped[rows, every, first]
-    if best == 2 and size > 1:
-        rest = grouped.copy()
-        rest[rows, every, first] = -np.inf
-        group_score = group_score + rest[rows, every, rest.argmax(axis=2)]
-    order = np.argsort(-group_score, axis=1, kind="stable")
-    margin = _gap(group_score[rows, order], topk_group)
+    ascending = np.sort(grouped, axis=2)  # as fast as finding the best and the second one
+    group_score = ascending[..., -1]  # [T, G]
+    if best == 2 and grouped.shape[2] > 1:
+        group_score = group_score + ascending[..., -2]
+    order = (-group_score).argsort(axis=1, kind="stable")
+    margin = _gap(np.sort(group_score, axis=1)[:, ::-1], topk_group)
     return np.sort(order[:, :topk_group], axis=1), margin
 
 
@@ -127,7 +123,7 @@ def _best(choice, count):
     """Positions of the `count` largest numbers of each row, descending, of equal ones the lowest first: [T, count]."""
     # after -inf, what has been taken could not be told from what must not be taken again
     if len(choice) < _FEW_ROWS or np.isneginf(choice).any():
-        return np.argsort(-choice, axis=1, kind="stable")[:, :count]
+        return (-choice).argsort(axis=1, kind="stable")[:, :count]
     left, rows = choice.copy(), np.arange(len(choice))
     order = np.empty((len(choice), count), np.int64)
     for k in range(count):
@@ -141,8 +137,7 @@ def _gap(descending, count):
     if descending.shape[1] <= count:
         return np.full(len(descending), np.inf)
     last, rejected = descending[:, count - 1], descending[:, count]
-    with np.errstate(invalid="ignore"):
-        return np.where(last == rejected, 0.0, last - rejected)  # also for two infinities
+    return np.subtract(last, rejected, out=np.zeros(len(last)), where=last != rejected)  # 0 for two infinities, too
 
 
 def _check(logits, bias, top_k, n_group, topk_group, scoring_func, topk_method):

@@ -39,8 +39,10 @@ def each(work: Callable, items: Iterable, seconds: float):
     seconds: what all items take together on one thread, roughly. Work within work is done in order. The first
     exception ends it: items that no thread has begun are left, and it is raised when the others are done.
     """
-    waiting = deque(items)
-    threads = 1 if _inside.get() or seconds < _WORTH else min(thread_count(), len(waiting))
+    waiting, threads = items, 1
+    if seconds >= _WORTH and not _inside.get():
+        waiting = deque(items)
+        threads = min(thread_count(), len(waiting))
     if threads < 2:
         for item in waiting:
             work(item)

@@ -112,6 +112,20 @@ class Scope(NamedTuple):
         return Scope(f"{self.prefix}{name}.", self.rows)
 
 
+class _Unnamed(Scope):
+    """A scope for a run that nobody records: making names would be in vain."""
+
+    def emit(self, name, array):
+        pass
+
+    def under(self, name):
+        return self
+
+
+#: where tensors are made while no recording is on
+UNNAMED = _Unnamed()
+
+
 def recording() -> bool:
     """Whether a recording is on: buffers must not be reused then."""
     return _active.get() is not None

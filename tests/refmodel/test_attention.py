@@ -87,18 +87,18 @@ def test_a_single_row_with_one_value_adds_its_blocks_in_order_too(heads):
 def test_requests_together_are_each_alone(T):
     """Of several requests each row sees its own keys; a single token of a single request has a way of its own."""
     rng = np.random.default_rng(4)
-    keys = np.array([T, 64, 65, 127, 128])
+    keys = [T, 64, 65, 127, 128]
     q = rng.normal(size=(len(keys), T, 2, 8))
     blocks = rng.normal(size=(len(keys), 2, 64, 8))
     for r, count in enumerate(keys):
         blocks[r].reshape(128, 8)[count:] = 0
-    together = attend_requests(q, blocks, blocks[..., :5], keys, 0.3)
+    together = attend_requests(q.reshape(-1, 2, 8), blocks, blocks[..., :5], keys, 0.3)
     for r, count in enumerate(keys):
         k = blocks[r].reshape(128, 1, 8)[:count]
         alone = attend(q[r], k, k[..., :5], 0.3, count - T)
-        assert together.out[r].tobytes() == alone.out.tobytes()
-        single = attend_requests(q[r : r + 1], blocks[r : r + 1], blocks[r : r + 1, ..., :5], keys[r : r + 1], 0.3)
-        assert (single.out[0].tobytes(), single.lse[0].tobytes()) == (alone.out.tobytes(), alone.lse.tobytes())
+        assert together.out[r * T : (r + 1) * T].tobytes() == alone.out.tobytes()
+        single = attend_requests(q[r], blocks[r : r + 1], blocks[r : r + 1, ..., :5], [count], 0.3)
+        assert (single.out.tobytes(), single.lse.tobytes()) == (alone.out.tobytes(), alone.lse.tobytes())
 
 
 def test_no_keys_give_zero_and_minus_infinity():
