@@ -112,7 +112,7 @@ class LatentCache:
         """
         table, pages = self.block_table[: len(out)], self.pool.layer(layer)
         if pages.dtype == out.dtype:
-            np.take(pages, table, axis=0, out=out, mode="clip")  # clip: without a check, straight into `out`
+            pages.take(table, axis=0, out=out, mode="clip")  # clip: without a check, straight into `out`
         else:
             out[...] = widen(pages[table], out.dtype)
         if tokens % PAGE_SIZE:

@@ -129,8 +129,8 @@ def run_experts(pairs: Pairs, expert_of, numerics: Numerics, out: np.ndarray, to
 def _neighbours(expert, together):
     """Lists of (expert, start, stop) of sorted pairs, of neighbours that have up to `together` rows, or of one."""
     counts = np.bincount(expert) if len(expert) else expert
-    ids, start, spans = np.flatnonzero(counts), 0, []
-    for e, stop in zip(ids.tolist(), np.cumsum(counts[ids]).tolist()):
+    ids, start, spans = counts.nonzero()[0], 0, []
+    for e, stop in zip(ids.tolist(), counts[ids].cumsum().tolist()):
         if spans and stop - spans[0][1] > together:
             yield spans
             spans = []
@@ -162,14 +162,13 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     """
     (T, K), D = index.shape, rows.shape[1]
     out = np.zeros((T, D), numerics.activation)
-    absent = index < 0
-    complete = not absent.any()
+    complete = np.minimum.reduce(index, axis=None, initial=0) == 0
 
     def add(part):
         products = widen(rows.take(index[part], axis=0, mode="clip"), numerics.wide)  # [t, K, D]
         products *= topk_weights[part][..., None]
         if not complete:
-            products[absent[part]] = 0
+            products[index[part] < 0] = 0
         out[part] = numerics.store(add_in_order(products), "combined_row")
 
     if len(rows):

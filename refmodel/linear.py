@@ -7,8 +7,8 @@ import numpy as np
 
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
-from refmodel.memory import aligned_empty
-from refmodel.rowcounts import PANEL_INPUTS, RowCounts, panel_columns, row_counts
+from refmodel.memory import aligned_empty, side_by_side
+from refmodel.rowcounts import PANEL_INPUTS, RowCounts, multiply_tiles, panel_columns, row_counts, tiles_of
 from refmodel.threads import MULTIPLY_ADD, each, thread_count
 
 # rows of a product that one of several threads computes at a time
@@ -36,6 +36,11 @@ class DenseWeight:
     def counts(self) -> RowCounts:
         """How many rows at a time this weight may be multiplied with."""
         return row_counts(self.matrix, panel=self.matrix.ndim > 2)
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """A copy for products of few rows, made when the first one comes (`refmodel.rowcounts.tiles_of`)."""
+        return side_by_side(tiles_of(self.matrix))
 
     @classmethod
     def from_rows(cls, weight: np.ndarray) -> "DenseWeight":
@@ -115,14 +120,20 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
     _check_fit(x, weight)
     if weight.matrix.ndim > 2:
         return grouped_linear(x, [weight], [slice(0, len(x))])
-    product = matmul_rows(x, weight.matrix, weight.counts)
+    T, counts = len(x), weight.counts
+    count = counts.in_tiles(T)
+    if count:
+        return multiply_tiles(_pad_rows(x, count), weight.tiles)[:T, : weight.out_features]
+    product = matmul_rows(x, weight.matrix, counts)
     return product if product.shape[1] == weight.out_features else product[:, : weight.out_features]
 
 
 def _check_fit(x, weight):
-    K, dtype = weight.in_features, weight.matrix.dtype
-    if x.ndim != 2 or x.shape[1] != K or x.dtype != dtype:
-        raise ValueError(f"linear: x {x.dtype} {x.shape} does not fit a {dtype} weight of {K} inputs")
+    matrix = weight.matrix
+    if x.ndim != 2 or x.shape[1] != matrix.shape[-2] or x.dtype != matrix.dtype:
+        raise ValueError(
+            f"linear: x {x.dtype} {x.shape} does not fit a {matrix.dtype} weight of {weight.in_features} inputs"
+        )
 
 
 def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None = None) -> np.ndarray:
@@ -180,10 +191,12 @@ def _multiply_call(x, first, count, matrix, counts, out):
 
 
 def _pad_rows(x, count):
-    """x [..., T, K] with zero rows behind it: [..., count, K]; x itself where it has as many."""
+    """x [..., T, K] with rows behind it that nobody will read: [..., count, K]; x itself where it has as many."""
     T = x.shape[-2]
     if count == T:
         return x
+    if T == 1:
+        return x.repeat(count, axis=-2)
     padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
     padded[..., :T, :] = x
     return padded

@@ -11,14 +11,11 @@ import numpy as np
 from refmodel.attention import attend_blocks, attend_requests
 from refmodel.cache import PAGE_SIZE
 from refmodel.experts import project
+from refmodel.groups import FEW_TOKENS, with_tokens
 from refmodel.linear import matmul_rows
 from refmodel.norm import normalise
 from refmodel.rope import rotate
 from refmodel.threads import MULTIPLY_ADD, each
-
-# requests are attended to together while their keys fit a core's second-level cache, and few tokens are new
-_GROUP_BYTES = 2 << 20
-_FEW_TOKENS = 8
 
 
 def project_query_and_latent(state, weights, x, scope):
@@ -48,9 +45,9 @@ def project_query_and_latent(state, weights, x, scope):
 
 def _rotate(state, x):
     """RoPE of the batch's positions on x [T, heads, P], rounded."""
-    numerics, interleaved = state.numerics, state.config.rope_interleave
-    turned = rotate(x, *state.rotation, interleaved, numerics.rope_cast)
-    if numerics.switches.k_pe_order == "half_split" and interleaved:
+    numerics = state.numerics
+    turned = rotate(x, state.rotation, numerics.rope_cast)
+    if numerics.switches.k_pe_order == "half_split" and state.config.rope_interleave:
         turned = np.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)  # queries too: scores do not change
     return numerics.store(turned, "rope")
 
@@ -83,7 +80,7 @@ def _attend_naive(state, weights, layer, query):
         part = attend_blocks(q[rows], k, v, segment.keys, state.weights.softmax_scale, segment.cache_offset)
         heads[rows], lse[rows] = part
 
-    each(attend_segment, _with_tokens(state.batch.segments), q.size * config.kv_lora_rank * MULTIPLY_ADD)
+    each(attend_segment, with_tokens(state.batch.segments), q.size * config.kv_lora_rank * MULTIPLY_ADD)
     return numerics.store(heads, "attention"), lse
 
 
@@ -114,7 +111,7 @@ def _attend_absorbed(state, weights, layer, query):
     config, numerics = state.config, state.numerics
     N, C = config.qk_nope_head_dim, config.kv_lora_rank
     q = np.empty((*query.shape[:2], C + config.qk_rope_head_dim), numerics.compute)  # [T, H, C + P]
-    q_nope = np.ascontiguousarray(numerics.widen(query[:, :, :N]).transpose(1, 0, 2))  # [H, T, N]
+    q_nope = numerics.widen(query[:, :, :N]).transpose(1, 0, 2)  # [H, T, N]
     absorbed = numerics.store(matmul_rows(q_nope, weights.w_uk), "linear")  # [H, T, C]
     q[:, :, :C] = numerics.widen(absorbed).transpose(1, 0, 2)
     q[:, :, C:] = numerics.widen(query[:, :, N:])
@@ -123,46 +120,18 @@ def _attend_absorbed(state, weights, layer, query):
     scale = state.weights.softmax_scale
 
     def attend_group(group):
-        keys = [segment.keys for segment in group]
-        rows = _rows_of(group)
-        blocks = np.empty((len(group), -(-keys[0] // PAGE_SIZE), PAGE_SIZE, q.shape[-1]), q.dtype)
-        for segment, count, out in zip(group, keys, blocks):
+        segments, rows, keys = group
+        blocks = np.empty((len(segments), group.blocks, PAGE_SIZE, q.shape[-1]), q.dtype)
+        for segment, count, out in zip(segments, keys, blocks):
             segment.cache.read_blocks(layer, count, out)  # [nb, 64, C + P]
-        mine = q[rows]
-        if len(mine) > _FEW_TOKENS * len(group):
-            part = attend_blocks(mine, blocks, blocks[..., :C], keys[0], scale, group[0].cache_offset)
+        if group.new_tokens > FEW_TOKENS:
+            part = attend_blocks(q[rows], blocks, blocks[..., :C], keys[0], scale, segments[0].cache_offset)
         else:
-            part = attend_requests(mine, blocks, blocks[..., :C], keys, scale)
+            part = attend_requests(q[rows], blocks, blocks[..., :C], keys, scale)
         latent[rows], lse[rows] = part
 
-    segments = _with_tokens(state.batch.segments)
-    most_keys = max((segment.keys for segment in segments), default=0)
-    each(attend_group, _alike(segments, q.shape[-1] * q.itemsize), 2 * q.size * most_keys * MULTIPLY_ADD)
+    most_keys = max((group.keys[0] for group in state.groups), default=0)
+    each(attend_group, state.groups, 2 * q.size * most_keys * MULTIPLY_ADD)
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
-    heads = matmul_rows(np.ascontiguousarray(latent), weights.w_uv)  # [H, T, V]
+    heads = matmul_rows(latent, weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse
-
-
-def _rows_of(group):
-    """An index of the rows of segments: a slice where they follow each other."""
-    start, stop = group[0].start, group[-1].stop
-    if stop - start == sum(segment.stop - segment.start for segment in group):
-        return slice(start, stop)
-    return np.concatenate([np.arange(segment.start, segment.stop) for segment in group])
-
-
-def _with_tokens(segments):
-    """A request may come without new tokens, and without any key."""
-    return [segment for segment in segments if segment.stop > segment.start]
-
-
-def _alike(segments, row_bytes):
-    """Segments with equally many new tokens and key blocks, together as long as their keys stay few."""
-    groups: dict[tuple[int, int], list] = {}
-    for segment in segments:
-        new = segment.stop - segment.start
-        groups.setdefault((new, -(-segment.keys // PAGE_SIZE)), []).append(segment)
-    for (new, blocks), group in groups.items():
-        most = max(1, _GROUP_BYTES // (blocks * PAGE_SIZE * row_bytes)) if new <= _FEW_TOKENS else 1
-        for start in range(0, len(group), most):
-            yield group[start : start + most]

@@ -18,8 +18,8 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, *, dtype=np.float64,
         raise ValueError(f"rms_norm: x {x.shape} and weight {weight.shape} must agree in their last axis")
     # C-contiguous rows: NumPy sums a strided last axis in another order, and a row must not know its layout
     x = np.ascontiguousarray(widen(x, np.dtype(dtype)))  # [..., D]
-    mean_square = np.vecdot(x, x)[..., None] / x.dtype.type(x.shape[-1])  # [..., 1]
-    y = x / np.sqrt(mean_square + x.dtype.type(eps))  # [..., D]
+    mean_square = np.vecdot(x, x)[..., None] / x.shape[-1]  # [..., 1]
+    y = x / np.sqrt(mean_square + eps)  # [..., D]
     if cast_before_weight is not None:
         y = widen(round_to(y, np.dtype(cast_before_weight)), x.dtype)
     y *= widen(weight, x.dtype)

@@ -1,6 +1,7 @@
 """Rotary position embedding with YaRN frequencies (arXiv 2309.00071), as V3 uses it."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -83,30 +84,35 @@ def apply_rope(
             f"apply_rope: x {x.shape} needs {P // 2} frequencies and {x.shape[-3]} positions, "
             f"got {len(inv_freq)} and {len(positions)}"
         )
-    cos, sin = rotation(positions, inv_freq, amplitude, np.dtype(dtype), cast_each)
-    return rotate(x, cos, sin, interleaved, cast_each)
+    return rotate(x, rotation(positions, inv_freq, interleaved, amplitude, np.dtype(dtype), cast_each), cast_each)
 
 
-def rotation(positions, inv_freq, amplitude, dtype, cast_each=None) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin [T, 1, P/2] in `dtype` for `rotate`: computed once for all layers."""
+class Rotation(NamedTuple):
+    """What RoPE multiplies with, for rows of P numbers: x * cos + x[partner] * sin."""
+
+    cos: np.ndarray  # [T, 1, P], that of a pair at both of its places
+    sin: np.ndarray  # [T, 1, P], negative at a pair's first place
+    partner: np.ndarray  # int [P]: where the other one of a pair stands
+
+
+def rotation(positions, inv_freq, interleaved, amplitude, dtype, cast_each=None) -> Rotation:
+    """A Rotation in `dtype`, computed once for all layers; arguments as of `apply_rope`."""
     angle = np.asarray(positions, np.float64)[:, None] * inv_freq  # [T, P/2]
-    cos, sin = ((wave(angle) * amplitude).astype(dtype)[:, None, :] for wave in (np.cos, np.sin))
-    return _cast(cos, cast_each), _cast(sin, cast_each)
+    cos, sin = (_cast((wave(angle) * amplitude).astype(dtype), cast_each) for wave in (np.cos, np.sin))
+    place = np.arange(2 * len(inv_freq))
+    first, second = (place[0::2], place[1::2]) if interleaved else np.split(place, 2)
+    whole = Rotation(*(np.empty((len(angle), 1, len(place)), dtype) for _ in "cs"), np.empty_like(place))
+    whole.cos[:, 0, first] = whole.cos[:, 0, second] = cos
+    whole.sin[:, 0, first], whole.sin[:, 0, second] = -sin, sin
+    whole.partner[first], whole.partner[second] = second, first
+    return whole
 
 
-def rotate(x, cos, sin, interleaved: bool = True, cast_each=None) -> np.ndarray:
-    """`apply_rope` with its cos and sin at hand; the result has their dtype."""
-    half = x.shape[-1] // 2
-    x = widen(x, cos.dtype)
-    out = np.empty(x.shape, cos.dtype)
-    if interleaved:
-        real, imag, to_real, to_imag = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
-    else:
-        real, imag, to_real, to_imag = x[..., :half], x[..., half:], out[..., :half], out[..., half:]
-    real, imag = np.ascontiguousarray(real), np.ascontiguousarray(imag)  # each is read twice
-    np.subtract(_cast(real * cos, cast_each), _cast(imag * sin, cast_each), out=to_real)
-    np.add(_cast(real * sin, cast_each), _cast(imag * cos, cast_each), out=to_imag)
-    return out
+def rotate(x, by: Rotation, cast_each=None) -> np.ndarray:
+    """`apply_rope` with its Rotation at hand; the result has its dtype."""
+    x = widen(x, by.cos.dtype)
+    crossed = _cast(x.take(by.partner, axis=-1) * by.sin, cast_each)
+    return np.add(_cast(x * by.cos, cast_each), crossed, out=crossed)
 
 
 def _cast(value, dtype):

@@ -110,7 +110,8 @@ def _groups(grouped, topk_group, best):
 
     grouped [T, G, E / G]. A group's score is the sum of its `best` (1 or 2) largest choices.
     """
-    ascending = np.sort(grouped, axis=2)  # as fast as finding the best and the second one
+    ascending = grouped.copy()
+    ascending.sort(axis=2)  # as fast as finding the best and the second one
     group_score = ascending[..., -1]  # [T, G]
     if best == 2 and grouped.shape[2] > 1:
         group_score = group_score + ascending[..., -2]

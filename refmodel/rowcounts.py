@@ -20,6 +20,7 @@ _OWN_MATRIX = 1 << 22
 # ones into panels of columns.
 _SMALL_PRODUCT, _FEW = 10**6, 24
 _PANEL_BYTES = 256  # of a panel's row, or a multiple
+_FEW_IN_TILES = 56  # rows that pay for tiles, and make small products of them
 #: inputs of a weight up to which a panel of it meets _FEW rows in a small product
 PANEL_INPUTS = 512
 
@@ -40,6 +41,9 @@ class RowCounts:
 
     `panel`: the matrix is a panel of columns, which lies by itself and is multiplied by the kernel for small products
     only: K at once, and never more rows than that takes.
+
+    A weight that few rows meet again and again may be kept in tiles too (`tiles_of`): few rows then read it as it lies,
+    in one call. `in_tiles` says which rows get the same bits that way.
     """
 
     def __init__(self, matrix: np.ndarray, panel: bool = False):
@@ -59,10 +63,12 @@ class RowCounts:
         self.k_step = k_step
         self._steps = {ANCHOR: step}  # row count -> its K step, or 0: not allowed
         self._at_once: set[int] = set()  # row counts that are one call of BLAS, of those in _steps
+        self._in_tiles: dict[int, int] = {}
         self._note(ANCHOR)
-        self._expected = self._in_calls(self._rows, ANCHOR, step)  # [32, N]
+        self._expected = _multiply(self._rows.reshape(-1, ANCHOR, len(self._matrix)), self._matrix, step)
+        self._expected = self._expected.reshape(_PROBE_ROWS, -1)  # [32, N]
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
-        self.anchored = self._holds(ANCHOR, step)
+        self.anchored = self._steps_hold(ANCHOR, step)
 
     def multiply(self, rows, matrix, out=None) -> np.ndarray:
         """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
@@ -70,9 +76,6 @@ class RowCounts:
         if count in self._at_once:
             return np.matmul(rows, matrix, out=out)
         return _multiply(rows, matrix, self._steps.get(count) or matrix.shape[-2], out)
-
-    def _in_calls(self, rows, count, step):
-        return _multiply(rows.reshape(-1, count, rows.shape[1]), self._matrix, step).reshape(len(rows), -1)
 
     def allowed(self, count: int) -> bool:
         """Whether `count` rows at once give each row the anchor's bits."""
@@ -94,17 +97,41 @@ class RowCounts:
         """The K step with which `count` rows give the anchor's bits, or 0."""
         K = self._matrix.shape[0]
         steps = [K] if self.k_step is None else [self.k_step, K] if count <= _FEW else [K, self.k_step]
-        return next((step for step in steps if self._holds(count, step)), 0)
+        return next((step for step in steps if self._steps_hold(count, step)), 0)
 
-    def _holds(self, count: int, step: int) -> bool:
+    def _steps_hold(self, count, step):
+        return self._holds(count, lambda rows: _multiply(rows, self._matrix, step))
+
+    def _tiles_hold(self, count):
+        tiles, N = tiles_of(self._matrix), self._matrix.shape[1]
+        return self._holds(count, lambda rows: np.stack([multiply_tiles(call, tiles)[:, :N] for call in rows]))
+
+    def _holds(self, count: int, product) -> bool:
+        """Whether `product` of probe rows [calls, count, K] has the anchor's bits."""
         # whole calls of `count` rows; a short one shows every probe row in every position, a long one holds each in
         # many positions already
         cycle = np.arange(-(-_PROBE_ROWS // count) * count) % _PROBE_ROWS
         for shift in range(count) if count <= ANCHOR else (0, 1, 6, 11) if count <= _PROBE_ROWS else (0, 5):
             turned = np.roll(cycle, shift)
-            if not np.array_equal(self._in_calls(self._rows[turned], count, step), self._expected[turned]):
+            got = product(self._rows[turned].reshape(-1, count, self._rows.shape[1]))
+            if not np.array_equal(got.reshape(len(turned), -1), self._expected[turned]):
                 return False
         return True
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether tiles of the matrix can be made: K is one step, or some whole ones."""
+        K = self._matrix.shape[0]
+        return self.anchored and not self._panel and (K <= K_STEP or (self.k_step is not None and K % K_STEP == 0))
+
+    def in_tiles(self, rows: int) -> int:
+        """How many rows `rows` are padded to, to be multiplied by tiles in one call; 0: by tiles they are not."""
+        count = self._in_tiles.get(rows)
+        if count is None:
+            calls = self.plan(rows) if self.has_tiles and rows <= _FEW_IN_TILES else []
+            count = calls[0][1] if len(calls) == 1 else 0
+            count = self._in_tiles[rows] = count if count and self._tiles_hold(count) else 0
+        return count
 
     def plan(self, rows: int, most: int = MOST_ROWS) -> list[tuple[int, int]]:
         """Split `rows` into calls (first row, row count) of allowed counts; the last may reach past the end.
@@ -159,6 +186,32 @@ def _in_steps(rows, matrix, step, out):
         part = slice(start, start + step)
         out += np.matmul(rows[..., part], matrix[..., part, :])
     return out
+
+
+def tiles_of(matrix: np.ndarray) -> np.ndarray:
+    """A copy of [K, N] in tiles [P, S, K / S, 64]: panels of columns (the last one filled with zeros), cut at the K
+    steps. Each is one small product."""
+    (K, N), columns = matrix.shape, panel_columns(matrix.dtype)
+    step, panels = min(K, K_STEP), -(-N // columns)
+    padded = np.zeros((K, panels * columns), matrix.dtype)
+    padded[:, :N] = matrix
+    return np.ascontiguousarray(padded.reshape(K // step, step, panels, columns).transpose(2, 0, 1, 3))
+
+
+def multiply_tiles(rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    """rows [count, K] @ the matrix behind `tiles`: [count, N padded], the products of K steps added in order."""
+    panels, steps, step, columns = tiles.shape
+    count = len(rows)
+    out = np.empty((count, panels, columns), rows.dtype)
+    total = out.swapaxes(0, 1)  # [P, count, 64]
+    if steps == 1:
+        np.matmul(rows, tiles[:, 0], out=total)
+    else:
+        parts = np.matmul(rows.reshape(count, steps, step).swapaxes(0, 1), tiles)  # [P, S, count, 64]
+        np.add(parts[:, 0], parts[:, 1], out=total)
+        for s in range(2, steps):
+            total += parts[:, s]
+    return out.reshape(count, panels * columns)
 
 
 def _like(matrix):

@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from refmodel.cache import LatentCache
-from refmodel.rope import rotation
+from refmodel.groups import Group, alike
+from refmodel.rope import Rotation, rotation
 from refmodel.trace import Scope
 
 
@@ -51,15 +52,18 @@ class State:
     scope: Scope = field(default_factory=Scope)
     values: dict = field(default_factory=dict)
 
-    @property
-    def config(self):
-        return self.weights.config
-
-    @property
-    def numerics(self):
-        return self.weights.numerics
+    def __post_init__(self):
+        self.config, self.numerics = self.weights.config, self.weights.numerics
 
     @cached_property
-    def rotation(self):
+    def rotation(self) -> Rotation:
         """cos and sin of the batch's positions, for all layers."""
-        return rotation(self.batch.positions, *self.weights.frequencies, self.numerics.compute, self.numerics.rope_cast)
+        numerics, (inv_freq, amplitude) = self.numerics, self.weights.frequencies
+        interleaved = self.config.rope_interleave
+        return rotation(self.batch.positions, inv_freq, interleaved, amplitude, numerics.compute, numerics.rope_cast)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Requests that absorbed attention takes together, for all layers."""
+        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        return list(alike(self.batch.segments, width * self.numerics.compute.itemsize))

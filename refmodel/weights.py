@@ -15,7 +15,7 @@ import numpy as np
 from fp8 import quantize
 from refmodel.experts import Expert
 from refmodel.linear import DenseWeight, Fp8Weight
-from refmodel.memory import aligned_empty
+from refmodel.memory import aligned_empty, side_by_side
 from refmodel.numerics import Numerics, round_to, widen
 from refmodel.rope import softmax_scale, yarn_frequencies
 from refmodel.schema import needed_tensors
@@ -159,12 +159,12 @@ class LayerWeights:
     @cached_property
     def w_uk(self) -> np.ndarray:
         """[H, N, C]: takes a query head into the latent space (absorbed form)."""
-        return np.ascontiguousarray(self._kv_b_heads[:, : self._config.qk_nope_head_dim])
+        return side_by_side(self._kv_b_heads[:, : self._config.qk_nope_head_dim])
 
     @cached_property
     def w_uv(self) -> np.ndarray:
         """[H, C, V]: takes an attended latent to the value head (absorbed form)."""
-        return np.ascontiguousarray(self._kv_b_heads[:, self._config.qk_nope_head_dim :].swapaxes(1, 2))
+        return side_by_side(self._kv_b_heads[:, self._config.qk_nope_head_dim :].swapaxes(1, 2))
 
     @cached_property
     def experts(self) -> "Experts":

@@ -1,7 +1,6 @@
 """Operators of attention. Keywords are mistakes (see `mistakes`); without them each is what `refmodel.mla` does."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from refmodel.golden.norm_operators import norm
 from refmodel.mla import attend_batch
 from refmodel.numerics import widen
 from refmodel.rope import apply_rope, yarn_frequencies, yarn_mscale
-from refmodel.state import Segment
+from refmodel.state import Batch, Segment, State
 
 
 def down(context, x, *, layer, part, factor=1.0):
@@ -102,15 +101,14 @@ def attention(context, q, kv_latent, k_pe, *, layer, **mistake):
     """(value heads [T, H, V], lse [T, H]): every request over its own rows."""
     if mistake:
         return _attention_with(context, q, kv_latent, k_pe, layer, **mistake)
-    config = context.config
     rows = np.concatenate([kv_latent, k_pe], axis=1)  # [T, C + P]
     segments = []
     for here, offset, all_rows in context.requests(layer, rows):
         cache = LatentCache(PagePool(layer + 1, rows.shape[1], rows.dtype))
         cache.write(layer, 0, all_rows)
         segments.append(Segment(cache, offset, here.start, here.stop))
-    batch = SimpleNamespace(segments=segments, phase=context.phase)
-    state = SimpleNamespace(config=config, numerics=context.numerics, weights=context.weights, batch=batch)
+    none = np.empty(0, np.int64)  # attention reads neither token ids nor positions
+    state = State(context.weights, Batch(none, none, tuple(segments), context.phase), exchange=None)
     return attend_batch(state, context.weights.layer(layer), layer, q)
 
 
