@@ -89,11 +89,11 @@ class LatentCache:
 
     def _count(self, layer, start, stop):
         """Rows behind a gap count once the gap is filled."""
-        ahead = self._ahead.setdefault(layer, {})
         if start > self.written[layer]:
-            ahead[start] = stop
+            self._ahead.setdefault(layer, {})[start] = stop
             return
         self.written[layer] = stop
+        ahead = self._ahead.get(layer, {})
         for row in sorted(ahead):
             if row <= self.written[layer]:
                 self.written[layer] = max(self.written[layer], ahead.pop(row))

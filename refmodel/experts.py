@@ -29,6 +29,7 @@ class Pairs(NamedTuple):
     expert: np.ndarray  # int [P], ascending
 
 
+@np.errstate(over="ignore")  # an exponential that overflows gives the 0 that it should
 def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
     """silu(gate) * up, unrounded, in `dtype`; any equal shapes [..., I].
 
@@ -48,8 +49,7 @@ def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
             o[...] = widen(round_to(o, np.dtype(cast_silu)), out.dtype)
         o *= widen(up[part], out.dtype)
 
-    with np.errstate(over="ignore"):  # an exponential that overflows gives the 0 that it should
-        each(multiply, _slabs(gate), out.size * NUMBER)
+    each(multiply, _slabs(gate), out.size * NUMBER)
     return out
 
 

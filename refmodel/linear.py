@@ -8,7 +8,8 @@ import numpy as np
 from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.memory import aligned_empty, side_by_side
-from refmodel.rowcounts import PANEL_INPUTS, RowCounts, multiply_tiles, panel_columns, row_counts, tiles_of
+from refmodel.products import PANEL_INPUTS, multiply_tiles, panel_columns, tiles_of
+from refmodel.rowcounts import RowCounts, row_counts
 from refmodel.threads import MULTIPLY_ADD, each, thread_count
 
 # rows of a product that one of several threads computes at a time
@@ -39,7 +40,7 @@ class DenseWeight:
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """A copy for products of few rows, made when the first one comes (`refmodel.rowcounts.tiles_of`)."""
+        """A copy for products of few rows, made when the first one comes (`refmodel.products.tiles_of`)."""
         return side_by_side(tiles_of(self.matrix))
 
     @classmethod
@@ -123,7 +124,7 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
     T, counts = len(x), weight.counts
     count = counts.in_tiles(T)
     if count:
-        return multiply_tiles(_pad_rows(x, count), weight.tiles)[:T, : weight.out_features]
+        return multiply_tiles(_pad_rows(x, count), weight.tiles, T)[:, : weight.out_features]
     product = matmul_rows(x, weight.matrix, counts)
     return product if product.shape[1] == weight.out_features else product[:, : weight.out_features]
 
@@ -148,14 +149,17 @@ def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None =
     n, N, counts, matrix = cuts[-1].stop, weights[0].out_features, weights[0].counts, weights[0].matrix
     padded = matrix.size // matrix.shape[-2]
     result = np.empty((n, padded), x.dtype) if out is None or padded > N else out
-    places = result if matrix.ndim == 2 else result.reshape(n, *matrix.shape[::2]).swapaxes(0, 1)  # [N / 64, n, 64]
+    if matrix.ndim == 2:
+        places, multiply = result, counts.multiply
+    else:  # a call of panels is always one product
+        places, multiply = result.reshape(n, *matrix.shape[::2]).swapaxes(0, 1), np.matmul  # [N / 64, n, 64]
     for weight, cut in zip(weights, cuts):
         for first, count in counts.plan(cut.stop - cut.start):
             start, stop = cut.start + first, cut.start + first + count
             if stop <= n:  # rows of the next weight that are taken in here get their values from it
-                counts.multiply(x[start:stop], weight.matrix, out=places[..., start:stop, :])
+                multiply(x[start:stop], weight.matrix, out=places[..., start:stop, :])
             else:
-                product = counts.multiply(_pad_rows(x[start:n], count), weight.matrix)
+                product = multiply(_pad_rows(x[start:n], count), weight.matrix)
                 places[..., start:n, :] = product[..., : n - start, :]
     if out is None or result is out:
         return result[:, :N]

@@ -59,6 +59,13 @@ class Numerics:
     activation: np.dtype = field(init=False, repr=False, compare=False)
     #: dtype of every `wide` rounding point
     wide: np.dtype = field(init=False, repr=False, compare=False)
+    # where an engine rounds once more, to the activation dtype, or None:
+    #: the factors and products of RoPE
+    rope_cast: np.dtype | None = field(init=False, repr=False, compare=False)
+    #: silu(gate), before it meets up
+    silu_cast: np.dtype | None = field(init=False, repr=False, compare=False)
+    #: a norm, before it applies its weight
+    norm_cast: np.dtype | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if self.name not in PRESETS:
@@ -75,26 +82,16 @@ class Numerics:
         object.__setattr__(self, "activation", activation)
         object.__setattr__(self, "wide", wide)
         object.__setattr__(self, "_dtypes", dtypes)
+        switches = self.switches
+        object.__setattr__(self, "rope_cast", activation if switches.rope_dtype == "activation" else None)
+        object.__setattr__(self, "silu_cast", activation if switches.silu_dtype == "activation" else None)
+        cast_norm = switches.norm_order == "cast_then_multiply"
+        object.__setattr__(self, "norm_cast", activation if cast_norm else None)
 
     @property
     def fp8(self) -> bool:
         """Whether the inputs of FP8 linears are quantised."""
         return self.name == "fp8"
-
-    @property
-    def rope_cast(self) -> np.dtype | None:
-        """The dtype to which RoPE rounds its factors and products, where an engine rotates in the activation dtype."""
-        return self.activation if self.switches.rope_dtype == "activation" else None
-
-    @property
-    def silu_cast(self) -> np.dtype | None:
-        """The dtype to which silu(gate) is rounded before it meets up, where an engine does that."""
-        return self.activation if self.switches.silu_dtype == "activation" else None
-
-    @property
-    def norm_cast(self) -> np.dtype | None:
-        """The dtype to which a norm rounds before it applies its weight, where an engine does that."""
-        return self.activation if self.switches.norm_order == "cast_then_multiply" else None
 
     def store(self, x: np.ndarray, point: str) -> np.ndarray:
         """Round `x` once to the dtype of the named rounding point."""

@@ -7,50 +7,34 @@ every candidate whose result on a probe equals the anchor's bit for bit in every
 
 import numpy as np
 
+from refmodel.products import FEW, FEW_IN_TILES, K_STEP, SMALL_PRODUCT, in_panels, multiply, multiply_tiles, tiles_of
+
 ANCHOR = 8
 CANDIDATES = (1, 2, 4, *range(16, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
-K_STEP = 256
 _MOST_STEPS = 4  # beyond, adding the steps of many rows costs more than few rows gain
 _ASCENDING = sorted((ANCHOR, *CANDIDATES))
 MOST_ROWS = _ASCENDING[-1]
 _PROBE_ROWS = 32
 # Above this many weights the probe multiplies with the caller's own matrix instead of building one of its size.
 _OWN_MATRIX = 1 << 22
-# Multiply-adds up to which OpenBLAS takes its kernel for small products, and rows up to which it pays to cut larger
-# ones into panels of columns.
-_SMALL_PRODUCT, _FEW = 10**6, 24
-_PANEL_BYTES = 256  # of a panel's row, or a multiple
-_FEW_IN_TILES = 56  # rows that pay for tiles, and make small products of them
-#: inputs of a weight up to which a panel of it meets _FEW rows in a small product
-PANEL_INPUTS = 512
-
-
-def panel_columns(dtype: np.dtype) -> int:
-    """Columns of a panel: four cache lines."""
-    return _PANEL_BYTES // dtype.itemsize
 
 
 class RowCounts:
     """How to multiply by one (K, N, dtype, layout): allowed row counts, each probed when it is first wanted.
 
-    `k_step`: K is cut into steps of this, whose products are added in ascending order; None: K at once. OpenBLAS has a
-    kernel of its own for small products, which reads weights as they lie (the large one packs them first) but adds K in
-    one go where the large one stops every few hundred. With steps below that both give the same bits: few rows then
-    need no padding, and go through their weights in panels of columns that are small enough. Many rows take K at once
-    where that stops at the same places. The probe decides.
+    `k_step`: K is cut into steps of this; None: K at once. With steps OpenBLAS's two kernels (`refmodel.products`) give
+    the same bits, so that few rows need no padding. Many rows take K at once where the large kernel stops at the same
+    places. The probe decides.
 
     `panel`: the matrix is a panel of columns, which lies by itself and is multiplied by the kernel for small products
     only: K at once, and never more rows than that takes.
-
-    A weight that few rows meet again and again may be kept in tiles too (`tiles_of`): few rows then read it as it lies,
-    in one call. `in_tiles` says which rows get the same bits that way.
     """
 
     def __init__(self, matrix: np.ndarray, panel: bool = False):
         self._matrix = matrix if matrix.size > _OWN_MATRIX else _like(matrix)
         self._rows = _probe_rows(matrix.shape[0], matrix.dtype)  # [32, K]
         self._plans: dict = {}
-        in_small = max(ANCHOR, _SMALL_PRODUCT // max(1, matrix.size) // ANCHOR * ANCHOR)
+        in_small = max(ANCHOR, SMALL_PRODUCT // max(1, matrix.size) // ANCHOR * ANCHOR)
         self._panel, self._most = panel, in_small if panel else MOST_ROWS
         self._choose(None)
         if self.anchored and not panel and K_STEP < matrix.shape[0] <= _MOST_STEPS * K_STEP:
@@ -65,7 +49,7 @@ class RowCounts:
         self._at_once: set[int] = set()  # row counts that are one call of BLAS, of those in _steps
         self._in_tiles: dict[int, int] = {}
         self._note(ANCHOR)
-        self._expected = _multiply(self._rows.reshape(-1, ANCHOR, len(self._matrix)), self._matrix, step)
+        self._expected = multiply(self._rows.reshape(-1, ANCHOR, len(self._matrix)), self._matrix, step)
         self._expected = self._expected.reshape(_PROBE_ROWS, -1)  # [32, N]
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
         self.anchored = self._steps_hold(ANCHOR, step)
@@ -75,7 +59,7 @@ class RowCounts:
         count = rows.shape[-2]
         if count in self._at_once:
             return np.matmul(rows, matrix, out=out)
-        return _multiply(rows, matrix, self._steps.get(count) or matrix.shape[-2], out)
+        return multiply(rows, matrix, self._steps.get(count) or matrix.shape[-2], out)
 
     def allowed(self, count: int) -> bool:
         """Whether `count` rows at once give each row the anchor's bits."""
@@ -90,21 +74,21 @@ class RowCounts:
 
     def _note(self, count):
         step = self._steps[count]
-        if step == self._matrix.shape[0] and not _in_panels(count, step, self._matrix):
+        if step == self._matrix.shape[0] and not in_panels(count, step, self._matrix):
             self._at_once.add(count)
 
     def _probe(self, count):
         """The K step with which `count` rows give the anchor's bits, or 0."""
         K = self._matrix.shape[0]
-        steps = [K] if self.k_step is None else [self.k_step, K] if count <= _FEW else [K, self.k_step]
+        steps = [K] if self.k_step is None else [self.k_step, K] if count <= FEW else [K, self.k_step]
         return next((step for step in steps if self._steps_hold(count, step)), 0)
 
     def _steps_hold(self, count, step):
-        return self._holds(count, lambda rows: _multiply(rows, self._matrix, step))
+        return self._holds(count, lambda rows: multiply(rows, self._matrix, step))
 
     def _tiles_hold(self, count):
         tiles, N = tiles_of(self._matrix), self._matrix.shape[1]
-        return self._holds(count, lambda rows: np.stack([multiply_tiles(call, tiles)[:, :N] for call in rows]))
+        return self._holds(count, lambda rows: np.stack([multiply_tiles(call, tiles, count)[:, :N] for call in rows]))
 
     def _holds(self, count: int, product) -> bool:
         """Whether `product` of probe rows [calls, count, K] has the anchor's bits."""
@@ -128,7 +112,7 @@ class RowCounts:
         """How many rows `rows` are padded to, to be multiplied by tiles in one call; 0: by tiles they are not."""
         count = self._in_tiles.get(rows)
         if count is None:
-            calls = self.plan(rows) if self.has_tiles and rows <= _FEW_IN_TILES else []
+            calls = self.plan(rows) if self.has_tiles and rows <= FEW_IN_TILES else []
             count = calls[0][1] if len(calls) == 1 else 0
             count = self._in_tiles[rows] = count if count and self._tiles_hold(count) else 0
         return count
@@ -156,62 +140,6 @@ class RowCounts:
             if count >= left and padding_pays and self.allowed(count):
                 return count
         return next(count for count in reversed(counts) if count <= max(left, ANCHOR) and self.allowed(count))
-
-
-def _multiply(rows, matrix, step, out=None):
-    """rows @ matrix with K in steps; few rows in panels of columns that OpenBLAS's kernel for small products takes."""
-    count, N = rows.shape[-2], matrix.shape[-1]
-    if not _in_panels(count, step, matrix):
-        return _in_steps(rows, matrix, step, out)
-    panel = panel_columns(matrix.dtype)
-    width = max(panel, _SMALL_PRODUCT // (count * step) // panel * panel)
-    out = np.empty((*rows.shape[:-1], N), rows.dtype) if out is None else out
-    for start in range(0, N, width):
-        columns = slice(start, start + width)
-        _in_steps(rows, matrix[:, columns], step, out[..., columns])
-    return out
-
-
-def _in_panels(count, step, matrix):
-    return count <= _FEW and step <= K_STEP and matrix.ndim == 2 and count * step * matrix.shape[1] > _SMALL_PRODUCT
-
-
-def _in_steps(rows, matrix, step, out):
-    """rows @ matrix with K cut into steps, whose products are added in ascending order."""
-    K = matrix.shape[-2]
-    if step >= K:
-        return np.matmul(rows, matrix, out=out)
-    out = np.matmul(rows[..., :step], matrix[..., :step, :], out=out)
-    for start in range(step, K, step):
-        part = slice(start, start + step)
-        out += np.matmul(rows[..., part], matrix[..., part, :])
-    return out
-
-
-def tiles_of(matrix: np.ndarray) -> np.ndarray:
-    """A copy of [K, N] in tiles [P, S, K / S, 64]: panels of columns (the last one filled with zeros), cut at the K
-    steps. Each is one small product."""
-    (K, N), columns = matrix.shape, panel_columns(matrix.dtype)
-    step, panels = min(K, K_STEP), -(-N // columns)
-    padded = np.zeros((K, panels * columns), matrix.dtype)
-    padded[:, :N] = matrix
-    return np.ascontiguousarray(padded.reshape(K // step, step, panels, columns).transpose(2, 0, 1, 3))
-
-
-def multiply_tiles(rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-    """rows [count, K] @ the matrix behind `tiles`: [count, N padded], the products of K steps added in order."""
-    panels, steps, step, columns = tiles.shape
-    count = len(rows)
-    out = np.empty((count, panels, columns), rows.dtype)
-    total = out.swapaxes(0, 1)  # [P, count, 64]
-    if steps == 1:
-        np.matmul(rows, tiles[:, 0], out=total)
-    else:
-        parts = np.matmul(rows.reshape(count, steps, step).swapaxes(0, 1), tiles)  # [P, S, count, 64]
-        np.add(parts[:, 0], parts[:, 1], out=total)
-        for s in range(2, steps):
-            total += parts[:, s]
-    return out.reshape(count, panels * columns)
 
 
 def _like(matrix):

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8 import quantize
-from refmodel import rowcounts
+from refmodel import products, rowcounts
 from refmodel.linear import DenseWeight, Fp8Weight, grouped_linear, linear, matmul_rows
 from refmodel.memory import LINE
+from refmodel.products import multiply_tiles, tiles_of
 
 SHAPES = [(256, 256), (192, 768), (512, 1024), (64, 576), (300, 100)]
 
@@ -91,6 +92,36 @@ def test_panels_are_the_same_columns_and_rows_stay_independent(K, N, dtype):
 def test_a_weight_of_many_inputs_or_of_part_of_a_panel_stays_whole():
     for K, N in [(513, 64), (64, 80)]:
         assert weight(K, N, np.float32).in_panels().matrix.shape == (K, N)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("K", "N"), [(40, 80), (256, 64), (512, 200), (1024, 130)])
+def test_tiles_are_the_weight_cut_at_steps_and_panels(K, N, dtype):
+    rng = np.random.default_rng(8)
+    matrix, x = rng.integers(-4, 5, (K, N)).astype(dtype), rng.integers(-4, 5, (6, K)).astype(dtype)
+    tiles = tiles_of(matrix)
+    steps, columns = max(1, K // 256), 256 // tiles.itemsize
+    assert tiles.shape == (-(-N // columns), steps, K // steps, columns)
+    for k, n in [(0, 0), (K - 1, N - 1), (K // 2, N // 2)]:
+        assert tiles[n // columns, k // (K // steps), k % (K // steps), n % columns] == matrix[k, n]
+    for wanted in (1, 5, 6):
+        got = multiply_tiles(x, tiles, wanted)
+        np.testing.assert_array_equal(got[:, :N], (x @ matrix)[:wanted])
+        assert not got[:, N:].any()
+
+
+def test_few_rows_go_by_tiles_only_where_no_bit_changes(monkeypatch):
+    """Whatever BLAS is at work: the probe lets tiles in, or keeps them out."""
+    w = weight(512, 200, np.float32)
+    x = np.random.default_rng(9).normal(size=(90, 512)).astype(np.float32)
+    expected = linear(x, w)
+    for start, stop in [(0, 1), (4, 6), (10, 66), (80, 90)]:
+        assert linear(x[start:stop], w).tobytes() == expected[start:stop].tobytes()
+    true = products.multiply_tiles
+    monkeypatch.setattr(rowcounts, "multiply_tiles", lambda *args: np.nextafter(true(*args), np.inf))
+    other = rowcounts.RowCounts(w.matrix)
+    assert not any(other.in_tiles(rows) for rows in (1, 2, 8, 56))
+    assert not rowcounts.row_counts(weight(320, 64, np.float32).matrix).in_tiles(2)  # a step and a quarter
 
 
 def test_grouped_fp8_is_each_weight_times_its_own_rows():
