@@ -49,13 +49,16 @@ def swiglu(gate, up, *, dtype=np.float64, cast_silu=None):
             o[...] = widen(round_to(o, np.dtype(cast_silu)), out.dtype)
         o *= widen(up[part], out.dtype)
 
-    each(multiply, _slabs(gate), out.size * NUMBER)
+    if gate.size <= _CACHED:
+        multiply(...)
+    else:
+        each(multiply, _slabs(gate), out.size * NUMBER)
     return out
 
 
 def _slabs(x):
     """Index expressions that cover a matrix a few rows at a time, so that several passes over them stay in cache."""
-    if x.ndim != 2 or x.size <= _CACHED:
+    if x.ndim != 2:
         return [...]
     return row_pieces(len(x), max(1, _CACHED // max(1, x.shape[1])))
 
@@ -161,18 +164,25 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     (csrc/kernels/legacy/internode_ll.cu).
     """
     (T, K), D = index.shape, rows.shape[1]
-    out = np.zeros((T, D), numerics.activation)
     complete = np.minimum.reduce(index, axis=None, initial=0) == 0
 
-    def add(part):
+    def combine(part):
         products = widen(rows.take(index[part], axis=0, mode="clip"), numerics.wide)  # [t, K, D]
         products *= topk_weights[part][..., None]
         if not complete:
             products[index[part] < 0] = 0
-        out[part] = numerics.store(add_in_order(products), "combined_row")
+        return numerics.store(add_in_order(products), "combined_row")
+
+    size = max(1, _GATHERED // max(1, K * D))
+    if size >= T and len(rows):
+        return combine(slice(None))
+    out = np.zeros((T, D), numerics.activation)
+
+    def place(part):
+        out[part] = combine(part)
 
     if len(rows):
-        each(add, row_pieces(T, max(1, _GATHERED // max(1, K * D))), K * out.size * NUMBER)
+        each(place, row_pieces(T, size), K * out.size * NUMBER)
     return out
 
 

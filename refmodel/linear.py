@@ -9,12 +9,13 @@ from fp8 import BlockScaled, decode, gemm
 from fp8.gemm import block_product
 from refmodel.memory import aligned_empty, side_by_side
 from refmodel.products import PANEL_INPUTS, multiply_tiles, panel_columns, tiles_of
-from refmodel.rowcounts import RowCounts, row_counts
+from refmodel.rowcounts import MOST_ROWS, RowCounts, row_counts
 from refmodel.threads import MULTIPLY_ADD, each, thread_count
 
 # rows of a product that one of several threads computes at a time
 _PIECE = 256
 
+_ZEROS = np.zeros(MOST_ROWS, np.intp)  # the first row, again and again
 #: output columns are padded with zeros to a multiple of this when weights are loaded
 COLUMN_MULTIPLE = 16
 
@@ -200,7 +201,7 @@ def _pad_rows(x, count):
     if count == T:
         return x
     if T == 1:
-        return x.repeat(count, axis=-2)
+        return x.take(_ZEROS[:count], axis=-2)
     padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
     padded[..., :T, :] = x
     return padded

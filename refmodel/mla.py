@@ -115,8 +115,6 @@ def _attend_absorbed(state, weights, layer, query):
     absorbed = numerics.store(matmul_rows(q_nope, weights.w_uk), "linear")  # [H, T, C]
     q[:, :, :C] = numerics.widen(absorbed).transpose(1, 0, 2)
     q[:, :, C:] = numerics.widen(query[:, :, N:])
-    latent = np.empty((*query.shape[:2], C), numerics.compute)  # [T, H, C]
-    lse = np.empty(query.shape[:2], numerics.compute)
     scale = state.weights.softmax_scale
 
     def attend_group(group):
@@ -125,13 +123,19 @@ def _attend_absorbed(state, weights, layer, query):
         for segment, count, out in zip(segments, keys, blocks):
             segment.cache.read_blocks(layer, count, out)  # [nb, 64, C + P]
         if group.new_tokens > FEW_TOKENS:
-            part = attend_blocks(q[rows], blocks, blocks[..., :C], keys[0], scale, segments[0].cache_offset)
-        else:
-            part = attend_requests(q[rows], blocks, blocks[..., :C], keys, scale)
-        latent[rows], lse[rows] = part
+            return attend_blocks(q[rows], blocks, blocks[..., :C], keys[0], scale, segments[0].cache_offset)
+        return attend_requests(q[rows], blocks, blocks[..., :C], keys, scale)
 
-    most_keys = max((group.keys[0] for group in state.groups), default=0)
-    each(attend_group, state.groups, 2 * q.size * most_keys * MULTIPLY_ADD)
+    if len(state.groups) == 1:
+        latent, lse = attend_group(state.groups[0])  # [T, H, C], [T, H]
+    else:
+        latent, lse = np.empty((*query.shape[:2], C), numerics.compute), np.empty(query.shape[:2], numerics.compute)
+
+        def place(group):
+            latent[group.rows], lse[group.rows] = attend_group(group)
+
+        most_keys = max((group.keys[0] for group in state.groups), default=0)
+        each(place, state.groups, 2 * q.size * most_keys * MULTIPLY_ADD)
     latent = numerics.widen(numerics.store(latent, "attention")).transpose(1, 0, 2)  # [H, T, C]
     heads = matmul_rows(latent, weights.w_uv)  # [H, T, V]
     return numerics.store(heads, "linear").transpose(1, 0, 2), lse

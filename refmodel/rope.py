@@ -1,6 +1,7 @@
 """Rotary position embedding with YaRN frequencies (arXiv 2309.00071), as V3 uses it."""
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -99,13 +100,25 @@ def rotation(positions, inv_freq, interleaved, amplitude, dtype, cast_each=None)
     """A Rotation in `dtype`, computed once for all layers; arguments as of `apply_rope`."""
     angle = np.asarray(positions, np.float64)[:, None] * inv_freq  # [T, P/2]
     cos, sin = (_cast((wave(angle) * amplitude).astype(dtype), cast_each) for wave in (np.cos, np.sin))
-    place = np.arange(2 * len(inv_freq))
-    first, second = (place[0::2], place[1::2]) if interleaved else np.split(place, 2)
-    whole = Rotation(*(np.empty((len(angle), 1, len(place)), dtype) for _ in "cs"), np.empty_like(place))
+    first, second, partner = _places(2 * len(inv_freq), interleaved)
+    whole = Rotation(
+        np.empty((len(angle), 1, len(partner)), dtype), np.empty((len(angle), 1, len(partner)), dtype), partner
+    )
     whole.cos[:, 0, first] = whole.cos[:, 0, second] = cos
     whole.sin[:, 0, first], whole.sin[:, 0, second] = -sin, sin
-    whole.partner[first], whole.partner[second] = second, first
     return whole
+
+
+@cache
+def _places(P, interleaved):
+    """Slices of the first and of the second ones of all pairs, and where each one's partner stands."""
+    half = P // 2
+    first, second = (np.s_[0::2], np.s_[1::2]) if interleaved else (np.s_[:half], np.s_[half:])
+    place = np.arange(P)
+    partner = np.empty(P, np.intp)
+    partner[first], partner[second] = place[second], place[first]
+    partner.flags.writeable = False
+    return first, second, partner
 
 
 def rotate(x, by: Rotation, cast_each=None) -> np.ndarray:

@@ -54,7 +54,6 @@ def route(
     if topk_method == "greedy":
         n_group = topk_group = 1
     best = 2 if topk_method == "noaux_tc" else 1  # choices that count for a group
-    routing = Routing(np.empty((T, top_k), np.int64), np.empty((T, top_k), wide), np.empty(T))
 
     def route_rows(rows):
         # exponentials may overflow to the right limit; 0 / 0 without an epsilon is the NaN that such an engine makes
@@ -71,10 +70,17 @@ def route(
                 weights /= np.add.reduce(weights, axis=1, keepdims=True) + norm_eps
         if poisoned:
             topk_idx[invalid], weights[invalid], margin[invalid] = -1, 0, np.nan
-        routing.topk_idx[rows], routing.margin[rows] = topk_idx, margin
-        routing.topk_weights[rows] = weights * routed_scaling_factor
+        return Routing(topk_idx, (weights * routed_scaling_factor).astype(wide), margin)
 
-    each(route_rows, row_pieces(T, _PIECE), 10 * T * E * NUMBER)
+    if T <= _PIECE:
+        return route_rows(slice(None))
+    routing = Routing(np.empty((T, top_k), np.int64), np.empty((T, top_k), wide), np.empty(T))
+
+    def place(rows):
+        for whole, part in zip(routing, route_rows(rows)):
+            whole[rows] = part
+
+    each(place, row_pieces(T, _PIECE), 10 * T * E * NUMBER)
     return routing
 
 

@@ -146,6 +146,7 @@ def _without_rules(run):
 
     def free():
         with (
+            mock.patch.object(RowCounts, "in_tiles", return_value=0),
             mock.patch.object(RowCounts, "plan", lambda self, rows, most=0: [(0, rows)] if rows else []),
             mock.patch.object(
                 RowCounts, "multiply", lambda self, rows, matrix, out=None: np.matmul(rows, matrix, out=out)
