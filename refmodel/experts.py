@@ -202,11 +202,13 @@ class LocalExchange:
     def dispatch_recv(self) -> Pairs:
         """All (token, slot) pairs with an expert, by expert and then by token."""
         flat = self._topk_idx.reshape(-1)
-        order = np.argsort(flat.astype(np.int16), kind="stable")  # radix sort: ids are small
-        order = order[np.count_nonzero(flat < 0) :]
+        order = flat.astype(np.int16).argsort(kind="stable")  # radix sort: ids are small
+        expert = flat[order]
+        if expert.size and expert[0] < 0:  # slots without an expert come first
+            order, expert = order[expert >= 0], expert[expert >= 0]
         self._slots = order
         # flat slots are token * K + slot
-        return Pairs(self._x, order // self._topk_idx.shape[1], flat[order])
+        return Pairs(self._x, order // self._topk_idx.shape[1], expert)
 
     def pair_slots(self) -> np.ndarray:
         """token * K + slot of each pair: its row in a recorded tensor [T * K, ...]."""
@@ -219,7 +221,9 @@ class LocalExchange:
     def combine_send(self, rows):
         """Keep the pairs' rows [P, D], and which of them each slot gets."""
         self._rows = rows
-        index = np.full(self._topk_idx.size, -1, np.int64)
+        index = np.empty(self._topk_idx.size, np.int64)
+        if len(rows) < index.size:
+            index[:] = -1
         index[self._slots] = np.arange(len(rows))
         self._index = index.reshape(self._topk_idx.shape)
 

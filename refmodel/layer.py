@@ -105,6 +105,7 @@ def route_tokens(state, weights, x, scope):
         scoring_func=config.scoring_func,
         topk_method=config.topk_method,
         norm_eps=numerics.switches.router_norm_eps,
+        with_margin=recording(),
     )
     scope.emit("logits", logits)
     scope.emit("topk_idx", routing.topk_idx)

@@ -125,8 +125,9 @@ def linear(x, weight: DenseWeight | Fp8Weight) -> np.ndarray:
     T, counts = len(x), weight.counts
     count = counts.in_tiles(T)
     if count:
-        return multiply_tiles(_pad_rows(x, count), weight.tiles, T)[:, : weight.out_features]
-    product = matmul_rows(x, weight.matrix, counts)
+        product = multiply_tiles(_pad_rows(x, count), weight.tiles, T)
+    else:
+        product = matmul_rows(x, weight.matrix, counts)
     return product if product.shape[1] == weight.out_features else product[:, : weight.out_features]
 
 

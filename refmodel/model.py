@@ -36,10 +36,11 @@ def make_batch(items: list[Item], phase: str, position_shift: int = 0) -> Batch:
     for item in items:
         segments.append(Segment(item.cache, item.slot, start, start + len(item.token_ids)))
         start += len(item.token_ids)
+    none = [np.zeros(0, np.int64)]
     slots = [np.arange(item.slot, item.slot + len(item.token_ids)) for item in items]
     return Batch(
-        token_ids=np.concatenate([item.token_ids for item in items] or [np.zeros(0)]).astype(np.int64),
-        positions=np.concatenate(slots or [np.zeros(0)]).astype(np.int64) + position_shift,
+        token_ids=np.concatenate([item.token_ids for item in items] or none, dtype=np.int64, casting="unsafe"),
+        positions=np.concatenate(slots or none) + position_shift,
         segments=tuple(segments),
         phase=phase,
     )

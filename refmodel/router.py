@@ -17,7 +17,7 @@ _FEW_ROWS = 16
 class Routing(NamedTuple):
     topk_idx: np.ndarray  # int64 [T, K], best first; -1 in a row that holds NaN
     topk_weights: np.ndarray  # float32 [T, K] (float64 for float64 logits)
-    margin: np.ndarray  # float64 [T]: how far the selection is from another one
+    margin: np.ndarray | None  # float64 [T]: how far the selection is from another one; None where not wanted
 
 
 def route(
@@ -32,6 +32,7 @@ def route(
     scoring_func: str = "sigmoid",
     topk_method: str = "noaux_tc",
     norm_eps: float = 1e-20,
+    with_margin: bool = True,
 ) -> Routing:
     """Select `top_k` of E experts per row.
 
@@ -64,41 +65,49 @@ def route(
             if poisoned:
                 invalid = np.isnan(choice).any(axis=1)  # [t]
                 choice = np.where(invalid[:, None], 0.0, choice)
-            topk_idx, margin = _select(choice, top_k, n_group, topk_group, best)
+            topk_idx, margin = _select(choice, top_k, n_group, topk_group, best, with_margin)
             weights = scores[np.arange(len(scores))[:, None], topk_idx]  # [t, K]
             if norm_topk_prob:
                 weights /= np.add.reduce(weights, axis=1, keepdims=True) + norm_eps
         if poisoned:
-            topk_idx[invalid], weights[invalid], margin[invalid] = -1, 0, np.nan
+            topk_idx[invalid], weights[invalid] = -1, 0
+            if with_margin:
+                margin[invalid] = np.nan
         return Routing(topk_idx, (weights * routed_scaling_factor).astype(wide), margin)
 
     if T <= _PIECE:
         return route_rows(slice(None))
-    routing = Routing(np.empty((T, top_k), np.int64), np.empty((T, top_k), wide), np.empty(T))
+    margin = np.empty(T) if with_margin else None
+    routing = Routing(np.empty((T, top_k), np.int64), np.empty((T, top_k), wide), margin)
 
     def place(rows):
         for whole, part in zip(routing, route_rows(rows)):
-            whole[rows] = part
+            if part is not None:
+                whole[rows] = part
 
     each(place, row_pieces(T, _PIECE), 10 * T * E * NUMBER)
     return routing
 
 
-def _select(choice, top_k, n_group, topk_group, best):
-    """(expert ids [T, K] best first, margin [T]) of the largest choices [T, E] in the best groups."""
+def _select(choice, top_k, n_group, topk_group, best, with_margin):
+    """(expert ids [T, K] best first, margin [T] or None) of the largest choices [T, E] in the best groups."""
     T, size = len(choice), choice.shape[1] // n_group
-    rows, margin = np.arange(T)[:, None], np.full(T, np.inf)
+    rows, margins = np.arange(T)[:, None], []
     if n_group > 1:
         grouped = choice.reshape(T, n_group, size)
-        groups, margin = _groups(grouped, topk_group, best)
-        choice = grouped[rows, groups].reshape(T, topk_group * size)  # ids ascend
+        score = _group_scores(grouped, best)  # [T, G]
+        groups = np.sort((-score).argsort(axis=1, kind="stable")[:, :topk_group], axis=1)  # ids ascend
+        choice = grouped[rows, groups].reshape(T, topk_group * size)
+        if with_margin:
+            margins.append(_gap(np.sort(score, axis=1)[:, ::-1], topk_group))
     order = _best(choice, min(top_k + 1, choice.shape[1]))  # [T, K + 1]
-    margin = np.minimum(margin, _gap(choice[rows, order], top_k))
+    if with_margin:
+        margins.append(_gap(choice[rows, order], top_k))
     topk_idx = order[:, :top_k]
     if n_group > 1:
         group, place = np.divmod(topk_idx, size)
         topk_idx = groups[rows, group] * size + place
-    return topk_idx, margin
+    return topk_idx, np.minimum.reduce(margins) if with_margin else None
 
 
 def _score(logits, scoring_func):
@@ -111,19 +120,13 @@ def _score(logits, scoring_func):
     return p / p.sum(axis=1, keepdims=True)
 
 
-def _groups(grouped, topk_group, best):
-    """The selected groups of each row, ascending [T, topk_group], and the margin between groups [T].
-
-    grouped [T, G, E / G]. A group's score is the sum of its `best` (1 or 2) largest choices.
-    """
+def _group_scores(grouped, best):
+    """The score of each group of grouped [T, G, E / G]: the sum of its `best` (1 or 2) largest choices."""
     ascending = grouped.copy()
     ascending.sort(axis=2)  # as fast as finding the best and the second one
-    group_score = ascending[..., -1]  # [T, G]
-    if best == 2 and grouped.shape[2] > 1:
-        group_score = group_score + ascending[..., -2]
-    order = (-group_score).argsort(axis=1, kind="stable")
-    margin = _gap(np.sort(group_score, axis=1)[:, ::-1], topk_group)
-    return np.sort(order[:, :topk_group], axis=1), margin
+    if best == 1 or grouped.shape[2] == 1:
+        return ascending[..., -1]
+    return ascending[..., -1] + ascending[..., -2]
 
 
 def _best(choice, count):
