@@ -10,6 +10,7 @@ import numpy as np
 
 from refmodel.attention import attend_blocks, attend_requests
 from refmodel.cache import PAGE_SIZE
+from refmodel.expansion import expand
 from refmodel.experts import project
 from refmodel.groups import FEW_TOKENS, with_tokens
 from refmodel.linear import matmul_rows
@@ -76,35 +77,12 @@ def _attend_naive(state, weights, layer, query):
 
     def attend_segment(segment):
         rows = slice(segment.start, segment.stop)
-        k, v = _expand(state, weights, segment.cache.rows(layer, segment.keys))
+        k, v = expand(state, weights, segment.cache, layer, segment.keys)
         part = attend_blocks(q[rows], k, v, segment.keys, state.weights.softmax_scale, segment.cache_offset)
         heads[rows], lse[rows] = part
 
     each(attend_segment, with_tokens(state.batch.segments), q.size * config.kv_lora_rank * MULTIPLY_ADD)
     return numerics.store(heads, "attention"), lse
-
-
-def _expand(state, weights, rows):
-    """Key and value blocks [H, nb, 64, N + P] and [H, nb, 64, V] from cache rows [S, C + P].
-
-    Keys lie transposed, [H, nb, N + P, 64] in memory, as their product with queries wants them.
-    """
-    config, numerics = state.config, state.numerics
-    H, N, V, C = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
-    S, blocks = len(rows), -(-len(rows) // PAGE_SIZE)
-    expanded = np.zeros((blocks * PAGE_SIZE, H, N + V), numerics.compute)
-    expanded[:S] = numerics.widen(project(rows[:, :C], weights.kv_b, numerics)).reshape(S, H, N + V)
-    k_pe = np.zeros((blocks * PAGE_SIZE, config.qk_rope_head_dim), numerics.compute)
-    k_pe[:S] = numerics.widen(rows[:, C:])
-    by_block = expanded.reshape(blocks, PAGE_SIZE, H, N + V)
-    v = np.ascontiguousarray(by_block[..., N:].transpose(2, 0, 1, 3))  # [H, nb, 64, V]
-    # first within blocks, where numbers stay in cache, then whole rows of 64
-    turned = np.ascontiguousarray(by_block[..., :N].reshape(blocks, PAGE_SIZE, H * N).swapaxes(1, 2))
-    del expanded, by_block  # of a long context these are the largest arrays of a layer
-    k = np.empty((H, blocks, config.qk_head_dim, PAGE_SIZE), numerics.compute)
-    k[:, :, :N] = turned.reshape(blocks, H, N, PAGE_SIZE).swapaxes(0, 1)
-    k[:, :, N:] = k_pe.reshape(blocks, PAGE_SIZE, -1).swapaxes(1, 2)  # one rope key for all heads
-    return k.swapaxes(2, 3), v
 
 
 def _attend_absorbed(state, weights, layer, query):

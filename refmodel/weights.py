@@ -150,21 +150,22 @@ class LayerWeights:
         return widen(bias, np.dtype(np.float64))
 
     @cached_property
-    def _kv_b_heads(self):
-        """[H, N + V, C] in the compute dtype: per head the rows of W_UK, then those of W_UV."""
-        config = self._config
+    def _kv_b_parts(self):
+        """W_UK [H, N, C] and W_UV [H, C, V] in the compute dtype: per head kv_b has the rows of W_UK, then of W_UV."""
+        config, N = self._config, self._config.qk_nope_head_dim
         rows = self._weights.dense(f"{self._prefix}self_attn.kv_b_proj.weight")
-        return rows.reshape(config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, -1)
+        heads = rows.reshape(config.num_attention_heads, N + config.v_head_dim, -1)  # [H, N + V, C]
+        return side_by_side(heads[:, :N]), side_by_side(heads[:, N:].swapaxes(1, 2))
 
-    @cached_property
+    @property
     def w_uk(self) -> np.ndarray:
-        """[H, N, C]: takes a query head into the latent space (absorbed form)."""
-        return side_by_side(self._kv_b_heads[:, : self._config.qk_nope_head_dim])
+        """[H, N, C]: takes a query head into the latent space, or a latent to the key head."""
+        return self._kv_b_parts[0]
 
-    @cached_property
+    @property
     def w_uv(self) -> np.ndarray:
-        """[H, C, V]: takes an attended latent to the value head (absorbed form)."""
-        return side_by_side(self._kv_b_heads[:, self._config.qk_nope_head_dim :].swapaxes(1, 2))
+        """[H, C, V]: takes a latent, attended or not, to the value head."""
+        return self._kv_b_parts[1]
 
     @cached_property
     def experts(self) -> "Experts":
