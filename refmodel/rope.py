@@ -101,12 +101,10 @@ def rotation(positions, inv_freq, interleaved, amplitude, dtype, cast_each=None)
     angle = np.asarray(positions, np.float64)[:, None] * inv_freq  # [T, P/2]
     cos, sin = (_cast((wave(angle) * amplitude).astype(dtype), cast_each) for wave in (np.cos, np.sin))
     first, second, partner = _places(2 * len(inv_freq), interleaved)
-    whole = Rotation(
-        np.empty((len(angle), 1, len(partner)), dtype), np.empty((len(angle), 1, len(partner)), dtype), partner
-    )
-    whole.cos[:, 0, first] = whole.cos[:, 0, second] = cos
-    whole.sin[:, 0, first], whole.sin[:, 0, second] = -sin, sin
-    return whole
+    wide_cos, wide_sin = np.empty((2, len(angle), 1, len(partner)), dtype)
+    wide_cos[:, 0, first] = wide_cos[:, 0, second] = cos
+    wide_sin[:, 0, first], wide_sin[:, 0, second] = -sin, sin
+    return Rotation(wide_cos, wide_sin, partner)
 
 
 @cache

@@ -43,7 +43,8 @@ def route(
     cannot be selected, whatever their score. Weights are the scores without bias, divided by (sum + norm_eps) where
     norm_topk_prob, times routed_scaling_factor, rounded once.
     Ties: the lowest index wins, in groups and in experts. `margin` is the smaller of the distance between the last
-    selected and the first rejected group, and the same for experts; inf where nothing is rejected.
+    selected and the first rejected group, and the same for experts; inf where nothing is rejected; None unless
+    `with_margin`.
     A row with NaN selects nothing: -1 and weight 0. Raises ValueError for shapes or settings that do not fit.
     Source: DeepSeek-V3 report 2.1.2; transformers models/deepseek_v3 (the epsilon, the -inf mask).
     """

@@ -166,6 +166,18 @@ def test_margin_is_the_nearer_of_group_and_expert():
     assert got.margin[0] == pytest.approx(0.2)  # 1.0 against 0.8
 
 
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_without_a_margin_the_selection_is_the_same(tokens):
+    logits = np.random.default_rng(5).normal(size=(tokens, 16)).astype(np.float32)
+    logits[tokens // 2, 3] = np.nan
+    settings = {"top_k": 4, "n_group": 4, "topk_group": 2}
+    full, short = route(logits, None, **settings), route(logits, None, **settings, with_margin=False)
+    assert short.margin is None
+    np.testing.assert_array_equal(short.topk_idx, full.topk_idx)
+    np.testing.assert_array_equal(short.topk_weights, full.topk_weights)
+    assert np.isnan(full.margin).tolist() == (full.topk_idx[:, 0] < 0).tolist()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
