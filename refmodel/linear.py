@@ -143,7 +143,7 @@ def grouped_linear(x, weights: list, cuts: list[slice], out: np.ndarray | None =
     """Each weight times its own rows: [n, N], the rows of a cut being linear(x[cut], its weight), unrounded.
 
     The weights are of one shape, layout and dtype. `cuts` ascend and cover the n rows of x. `out` [n, N], if given,
-    gets the result. Raises ValueError as `linear` does.
+    is C-contiguous and gets the result. Raises ValueError as `linear` does.
     """
     if isinstance(weights[0], Fp8Weight):
         return np.concatenate([linear(x.rows(cut), weight) for cut, weight in zip(cuts, weights)], out=out)
@@ -191,7 +191,7 @@ def matmul_rows(x: np.ndarray, matrix: np.ndarray, counts: RowCounts | None = No
 
 
 def _multiply_call(x, first, count, matrix, counts, out):
-    """One call of a plan: `count` rows of out from row `first` on; rows that x does not have are zero."""
+    """One call of a plan: `count` rows of out from row `first` on, of which x may lack the last ones."""
     rows = slice(first, first + count)
     counts.multiply(_pad_rows(x[..., rows, :], count), matrix, out=out[..., rows, :])
 
