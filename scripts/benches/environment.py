@@ -16,6 +16,8 @@ from refmodel.threads import thread_count
 _VARIABLES = (THREADS_VARIABLE, "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE",
               "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES",
               "NPY_DISABLE_CPU_FEATURES")  # fmt: skip
+# under these NumPy computes otherwise than it would choose to on this processor
+_FORCING = ("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES")
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
 
 
@@ -32,6 +34,17 @@ def environment() -> dict[str, str]:
         "malloc": "as set below" if any(name.startswith("MALLOC") for name in os.environ) else "freed memory is kept",
     }
     return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+
+
+def notice(found: dict[str, str]) -> str:
+    """Why the figures of an `environment` may not be what the machine can do; empty where nothing is forced."""
+    forced = [f"{name}={found[name]}" for name in _FORCING if name in found]
+    if not forced:
+        return ""
+    return (
+        f"{', '.join(forced)} in the environment: an older kernel can take twice the time, and limits are stated for "
+        "a run without; unset to see what this processor can do"
+    )
 
 
 def blas_kernel() -> str:

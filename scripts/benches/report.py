@@ -2,6 +2,7 @@
 
 import sys
 
+from scripts.benches.environment import notice
 from scripts.benches.timing import Row
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
@@ -12,6 +13,7 @@ def content(where: dict, rows: dict[str, list[Row]], seconds: float, repeats: in
     groups = {name: [row._asdict() | {"holds": row.holds} for row in found] for name, found in rows.items()}
     return {
         "environment": where,
+        "notice": notice(where),
         "quick": quick,
         "repeats": repeats,
         "seconds": seconds,
@@ -21,7 +23,7 @@ def content(where: dict, rows: dict[str, list[Row]], seconds: float, repeats: in
 
 
 def print_report(where: dict, rows: dict[str, list[Row]], about: dict, seconds: float, repeats: int) -> None:
-    """One table per group, the environment, and how many limits hold."""
+    """One table per group, the environment, what in it disturbs, and how many limits hold."""
     from rich.table import Table
 
     from scripts.tables import console
@@ -40,6 +42,8 @@ def print_report(where: dict, rows: dict[str, list[Row]], about: dict, seconds: 
             table.add_row(*_cells(row))
         out.print(table)
     out.print("; ".join(f"{key}: {value}" for key, value in where.items()), highlight=False, markup=False)
+    if notice(where):
+        out.print(notice(where), highlight=False, markup=False)
     verdicts = [row.holds for found in rows.values() for row in found if row.holds is not None]
     held = f"{sum(verdicts)} of {len(verdicts)} limits hold" if verdicts else "no limits are stated at these sizes"
     out.print(f"{held}; medians of {repeats}; {seconds:.0f} s in all")

@@ -8,7 +8,7 @@ import pytest
 from scripts.bench import GROUPS
 from scripts.benches import start
 from scripts.benches.children import in_child, peak_memory, run_python
-from scripts.benches.environment import environment
+from scripts.benches.environment import environment, notice
 from scripts.benches.report import print_report, progress, quantity
 from scripts.benches.timing import Row, Session, slope, summarise
 from scripts.benches.vendor_peer import load
@@ -44,6 +44,18 @@ def test_environment_names_what_the_figures_depend_on(capsys, monkeypatch):
     for name in ("python", "numpy", "ml_dtypes", "blas kernel", "blas threads", "processor", "load average"):
         assert found[name]
     assert found["MALLOC_TRIM_THRESHOLD_"] == "17179869184"
+
+
+def test_a_forced_kernel_is_named_as_a_reason(capsys, monkeypatch):
+    monkeypatch.delenv("NPY_DISABLE_CPU_FEATURES", raising=False)
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    assert notice(environment()) == ""
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    monkeypatch.setattr(start, "measure", lambda session: [])
+    _, output = bench(capsys, "start")
+    assert "OPENBLAS_CORETYPE=Haswell in the environment: an older kernel" in output.out
+    _, output = bench(capsys, "start", "--json")
+    assert json.loads(output.out)["notice"].startswith("OPENBLAS_CORETYPE=Haswell")
 
 
 def test_a_missed_limit_is_exit_code_1(capsys, monkeypatch):
