@@ -21,8 +21,6 @@ BLOCK = 64
 _TILE = 64
 _SLOTS = np.arange(BLOCK)
 _LOWEST = {np.dtype(dtype): np.finfo(dtype).min for dtype in (np.float32, np.float64)}
-# rows up to here have their maxima taken by NumPy's own
-_FEW_ROWS = 64
 # numbers of the blocks' results that are computed in one go before they are added up
 _VALUES = 1 << 20
 
@@ -131,8 +129,6 @@ def _attend_rows(q, k_blocks, v_blocks, visible, scale):
 def _row_maximum(x):
     """max(axis=-1), NaN if there is one: a maximum of short rows is slow in NumPy, finding where it stands is not."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= _FEW_ROWS:
-        return np.maximum.reduce(x, axis=-1)
     return rows[np.arange(len(rows)), rows.argmax(axis=1)].reshape(x.shape[:-1])
 
 

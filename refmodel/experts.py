@@ -164,6 +164,8 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
     (csrc/kernels/legacy/internode_ll.cu).
     """
     (T, K), D = index.shape, rows.shape[1]
+    if not len(rows):
+        return np.zeros((T, D), numerics.activation)
     complete = np.minimum.reduce(index, axis=None, initial=0) == 0
 
     def combine(part):
@@ -174,15 +176,14 @@ def weighted_sum(rows, index, topk_weights, numerics: Numerics) -> np.ndarray:
         return numerics.store(add_in_order(products), "combined_row")
 
     size = max(1, _GATHERED // max(1, K * D))
-    if size >= T and len(rows):
+    if size >= T:
         return combine(slice(None))
-    out = np.zeros((T, D), numerics.activation)
+    out = np.empty((T, D), numerics.activation)
 
     def place(part):
         out[part] = combine(part)
 
-    if len(rows):
-        each(place, row_pieces(T, size), K * out.size * NUMBER)
+    each(place, row_pieces(T, size), K * out.size * NUMBER)
     return out
 
 
@@ -204,11 +205,10 @@ class LocalExchange:
         flat = self._topk_idx.reshape(-1)
         order = flat.astype(np.int16).argsort(kind="stable")  # radix sort: ids are small
         expert = flat[order]
-        if expert.size and expert[0] < 0:  # slots without an expert come first
-            order, expert = order[expert >= 0], expert[expert >= 0]
-        self._slots = order
+        first = expert.searchsorted(0)  # slots without an expert come before
+        self._slots = order[first:]
         # flat slots are token * K + slot
-        return Pairs(self._x, order // self._topk_idx.shape[1], expert)
+        return Pairs(self._x, self._slots // self._topk_idx.shape[1], expert[first:])
 
     def pair_slots(self) -> np.ndarray:
         """token * K + slot of each pair: its row in a recorded tensor [T * K, ...]."""
@@ -221,9 +221,7 @@ class LocalExchange:
     def combine_send(self, rows):
         """Keep the pairs' rows [P, D], and which of them each slot gets."""
         self._rows = rows
-        index = np.empty(self._topk_idx.size, np.int64)
-        if len(rows) < index.size:
-            index[:] = -1
+        index = np.full(self._topk_idx.size, -1, np.int64)
         index[self._slots] = np.arange(len(rows))
         self._index = index.reshape(self._topk_idx.shape)
 

@@ -15,7 +15,7 @@ from refmodel.threads import MULTIPLY_ADD, each, thread_count
 # rows of a product that one of several threads computes at a time
 _PIECE = 256
 
-_ZEROS = np.zeros(MOST_ROWS, np.intp)  # the first row, again and again
+_ROWS = np.arange(MOST_ROWS)
 #: output columns are padded with zeros to a multiple of this when weights are loaded
 COLUMN_MULTIPLE = 16
 
@@ -198,11 +198,6 @@ def _multiply_call(x, first, count, matrix, counts, out):
 
 def _pad_rows(x, count):
     """x [..., T, K] with rows behind it that nobody will read: [..., count, K]; x itself where it has as many."""
-    T = x.shape[-2]
-    if count == T:
+    if x.shape[-2] == count:
         return x
-    if T == 1:
-        return x.take(_ZEROS[:count], axis=-2)
-    padded = np.zeros((*x.shape[:-2], count, x.shape[-1]), x.dtype)
-    padded[..., :T, :] = x
-    return padded
+    return x.take(_ROWS[:count], axis=-2, mode="clip")  # the last row again and again

@@ -1,7 +1,5 @@
 """A whole model on one rank."""
 
-from functools import cached_property
-
 import numpy as np
 
 from refmodel.cache import LatentCache, PagePool
@@ -133,7 +131,7 @@ class Model:
     def begin(self, work: Work) -> Pass:
         """A pass of which nothing has run yet."""
         items, mtp = work.items, work.mtp
-        program = self._mtp_program if mtp else self._main_program
+        program = mtp_program(self.config) if mtp else main_program(self.config)
         values = {"mtp_input": np.concatenate([item.hidden for item in items])} if mtp else {}
         if work.last_only:
             values["head_rows"] = np.cumsum([len(item.token_ids) for item in items]) - 1
@@ -141,9 +139,6 @@ class Model:
         state = State(self.weights, batch, lambda layer: self._exchange(items, layer), Scope(work.prefix), values)
         operations = (Operation(stage, layer, state) for stage, layer in program)
         return Pass(work, operations, lambda: finish(work, state.values))
-
-    _main_program = cached_property(lambda self: main_program(self.config))
-    _mtp_program = cached_property(lambda self: mtp_program(self.config))
 
     def _exchange(self, items, layer):
         """How rows reach their experts: here they stay where they are."""

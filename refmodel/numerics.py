@@ -95,12 +95,11 @@ class Numerics:
 
     def store(self, x: np.ndarray, point: str) -> np.ndarray:
         """Round `x` once to the dtype of the named rounding point."""
-        dtype = self._dtypes[point]
-        return x if x.dtype == dtype else round_to(x, dtype)
+        return round_to(x, self._dtypes[point])
 
     def widen(self, x: np.ndarray) -> np.ndarray:
         """`x` in the compute dtype, exactly."""
-        return x if x.dtype == self.compute else widen(x, self.compute)
+        return widen(x, self.compute)
 
 
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -27,7 +27,7 @@ def multiply(rows: np.ndarray, matrix: np.ndarray, step: int, out: np.ndarray | 
     Few rows take a large matrix in panels of columns, each of them a small product.
     """
     count, N = rows.shape[-2], matrix.shape[-1]
-    if not in_panels(count, step, matrix):
+    if count > FEW or step > K_STEP or matrix.ndim > 2 or count * step * N <= SMALL_PRODUCT:
         return _in_steps(rows, matrix, step, out)
     panel = panel_columns(matrix.dtype)
     width = max(panel, SMALL_PRODUCT // (count * step) // panel * panel)
@@ -36,11 +36,6 @@ def multiply(rows: np.ndarray, matrix: np.ndarray, step: int, out: np.ndarray | 
         columns = slice(start, start + width)
         _in_steps(rows, matrix[:, columns], step, out[..., columns])
     return out
-
-
-def in_panels(count: int, step: int, matrix: np.ndarray) -> bool:
-    """Whether `multiply` cuts the matrix into panels of columns."""
-    return count <= FEW and step <= K_STEP and matrix.ndim == 2 and count * step * matrix.shape[1] > SMALL_PRODUCT
 
 
 def _in_steps(rows, matrix, step, out):
@@ -70,11 +65,8 @@ def multiply_tiles(rows: np.ndarray, tiles: np.ndarray, wanted: int) -> np.ndarr
     Products of K steps are added in ascending order.
     """
     panels, steps, step, columns = tiles.shape
-    if steps == 1:
-        total = np.matmul(rows, tiles[:, 0])[:, :wanted]  # [P, wanted, 64]
-    else:
-        parts = np.matmul(rows.reshape(-1, steps, step).swapaxes(0, 1), tiles)  # [P, S, count, 64]
-        total = parts[:, 0, :wanted] + parts[:, 1, :wanted]
-        for s in range(2, steps):
-            total += parts[:, s, :wanted]
+    parts = np.matmul(rows.reshape(-1, steps, step).swapaxes(0, 1), tiles)[:, :, :wanted]  # [P, S, wanted, 64]
+    total = parts[:, 0]
+    for s in range(1, steps):
+        total = total + parts[:, s]
     return total.swapaxes(0, 1).reshape(wanted, panels * columns)

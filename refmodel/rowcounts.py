@@ -7,7 +7,7 @@ every candidate whose result on a probe equals the anchor's bit for bit in every
 
 import numpy as np
 
-from refmodel.products import FEW, FEW_IN_TILES, K_STEP, SMALL_PRODUCT, in_panels, multiply, multiply_tiles, tiles_of
+from refmodel.products import FEW, FEW_IN_TILES, K_STEP, SMALL_PRODUCT, multiply, multiply_tiles, tiles_of
 
 ANCHOR = 8
 CANDIDATES = (1, 2, 4, *range(16, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
@@ -46,9 +46,7 @@ class RowCounts:
         step = k_step or self._matrix.shape[0]
         self.k_step = k_step
         self._steps = {ANCHOR: step}  # row count -> its K step, or 0: not allowed
-        self._at_once: set[int] = set()  # row counts that are one call of BLAS, of those in _steps
         self._in_tiles: dict[int, int] = {}
-        self._note(ANCHOR)
         self._expected = multiply(self._rows.reshape(-1, ANCHOR, len(self._matrix)), self._matrix, step)
         self._expected = self._expected.reshape(_PROBE_ROWS, -1)  # [32, N]
         #: False where even ANCHOR rows depend on their position: then every row is multiplied alone
@@ -56,10 +54,7 @@ class RowCounts:
 
     def multiply(self, rows, matrix, out=None) -> np.ndarray:
         """rows [..., count, K] @ matrix [..., K, N] as one call of a plan."""
-        count = rows.shape[-2]
-        if count in self._at_once:
-            return np.matmul(rows, matrix, out=out)
-        return multiply(rows, matrix, self._steps.get(count) or matrix.shape[-2], out)
+        return multiply(rows, matrix, self._steps.get(rows.shape[-2]) or matrix.shape[-2], out)
 
     def allowed(self, count: int) -> bool:
         """Whether `count` rows at once give each row the anchor's bits."""
@@ -69,13 +64,7 @@ class RowCounts:
             # the counts between powers of two are worth a probe only where those hold
             worth = count & (count - 1) == 0 or (self.allowed(16) and (self._panel or self.allowed(64)))
             self._steps[count] = self._probe(count) if worth else 0
-            self._note(count)
         return self._steps[count] > 0
-
-    def _note(self, count):
-        step = self._steps[count]
-        if step == self._matrix.shape[0] and not in_panels(count, step, self._matrix):
-            self._at_once.add(count)
 
     def _probe(self, count):
         """The K step with which `count` rows give the anchor's bits, or 0."""
@@ -87,7 +76,11 @@ class RowCounts:
         return self._holds(count, lambda rows: multiply(rows, self._matrix, step))
 
     def _tiles_hold(self, count):
-        tiles, N = tiles_of(self._matrix), self._matrix.shape[1]
+        K, N = self._matrix.shape
+        in_steps = K <= K_STEP or (self.k_step is not None and K % K_STEP == 0)  # one step, or some whole ones
+        if self._panel or not self.anchored or not in_steps:
+            return False
+        tiles = tiles_of(self._matrix)
         return self._holds(count, lambda rows: np.stack([multiply_tiles(call, tiles, count)[:, :N] for call in rows]))
 
     def _holds(self, count: int, product) -> bool:
@@ -102,19 +95,13 @@ class RowCounts:
                 return False
         return True
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether tiles of the matrix can be made: K is one step, or some whole ones."""
-        K = self._matrix.shape[0]
-        return self.anchored and not self._panel and (K <= K_STEP or (self.k_step is not None and K % K_STEP == 0))
-
     def in_tiles(self, rows: int) -> int:
         """How many rows `rows` are padded to, to be multiplied by tiles in one call; 0: by tiles they are not."""
         count = self._in_tiles.get(rows)
         if count is None:
-            calls = self.plan(rows) if self.has_tiles and rows <= FEW_IN_TILES else []
-            count = calls[0][1] if len(calls) == 1 else 0
-            count = self._in_tiles[rows] = count if count and self._tiles_hold(count) else 0
+            calls = self.plan(rows) if rows <= FEW_IN_TILES else []
+            holds = len(calls) == 1 and self._tiles_hold(calls[0][1])
+            count = self._in_tiles[rows] = calls[0][1] if holds else 0
         return count
 
     def plan(self, rows: int, most: int = MOST_ROWS) -> list[tuple[int, int]]:

@@ -42,8 +42,8 @@ def print_report(where: dict, rows: dict[str, list[Row]], about: dict, seconds: 
             table.add_row(*_cells(row))
         out.print(table)
     out.print("; ".join(f"{key}: {value}" for key, value in where.items()), highlight=False, markup=False)
-    if notice(where):
-        out.print(notice(where), highlight=False, markup=False)
+    if reason := notice(where):
+        out.print(reason, highlight=False, markup=False)
     verdicts = [row.holds for found in rows.values() for row in found if row.holds is not None]
     held = f"{sum(verdicts)} of {len(verdicts)} limits hold" if verdicts else "no limits are stated at these sizes"
     out.print(f"{held}; medians of {repeats}; {seconds:.0f} s in all")
